@@ -1,0 +1,36 @@
+"""poise makes a classifier's confidence true: consistency calibration, exact and sampled, and what it is compared with.
+
+p_k(x) = E_z [ g_k( h( x ⊕ ε z ) ) ]
+"""
+
+from poise import io, link, metrics, neighbors, noise, readout, sampling
+from poise.calibrators import ConsistencyCalibration, SampledConsistency, TemperatureScaling, paper_consistency
+from poise.io import Scores, load, read_scores, save, write_scores
+from poise.link import Link
+from poise.neighbors import Additive, Augmented
+from poise.search import BoundWarning
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Additive",
+    "Augmented",
+    "BoundWarning",
+    "ConsistencyCalibration",
+    "Link",
+    "SampledConsistency",
+    "Scores",
+    "TemperatureScaling",
+    "io",
+    "link",
+    "load",
+    "metrics",
+    "neighbors",
+    "noise",
+    "paper_consistency",
+    "read_scores",
+    "readout",
+    "sampling",
+    "save",
+    "write_scores",
+]

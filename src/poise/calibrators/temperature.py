@@ -1,0 +1,51 @@
+"""Temperature scaling: one number that all logits are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from poise import _check, search
+from poise._types import Labels, Logits
+from poise.calibrators.base import Calibrator
+from poise.calibrators.criteria import CRITERIA, PROPER, criterion_value
+
+
+class TemperatureScaling(Calibrator):
+    """softmax(z / T), with T > 0 chosen on validation data.
+
+    Keeps the order of the classes, so accuracy never changes. The likelihood is convex in 1/T and its optimum exact;
+    one parameter cannot mend an error whose size depends on the confidence. It is consistency calibration with Gumbel
+    noise of strength T.
+
+    >>> logits = torch.tensor([[4.0, 0.0], [3.0, 0.0], [0.0, 5.0], [4.0, 0.0]])
+    >>> labels = torch.tensor([0, 0, 1, 1])
+    >>> round(TemperatureScaling().fit(logits, labels).temperature_, 2)
+    3.66
+
+    Reference: Guo et al., On Calibration of Modern Neural Networks, 2017.
+    """
+
+    keeps_order = True
+
+    temperature_: float
+
+    def __init__(self, criterion: str = "nll") -> None:
+        self.criterion = criterion
+
+    def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
+        _check.choice(self.criterion, CRITERIA, "criterion")
+        scores = logits.double()
+
+        def objective(temperatures: Sequence[float]) -> list[float]:
+            return [
+                criterion_value(self.criterion, torch.softmax(scores / t, dim=1), labels, weight) for t in temperatures
+            ]
+
+        smooth = self.criterion in PROPER
+        self.temperature_ = search.minimize(objective, search.margin_scale(scores) / 4, smooth=smooth).argument
+
+    def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
+        return torch.log_softmax(logits / self.temperature_, dim=1)

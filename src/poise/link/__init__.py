@@ -1,0 +1,130 @@
+"""The exact link: what the vote tends to when the number of random neighbours of the logits goes to infinity.
+
+    p_k = ∫ f(u − s_k) Π_{j≠k} F(u − s_j) du,     s = z/ε
+
+It stands where softmax stands. Gumbel noise makes it softmax itself, two classes under Gaussian noise a probit; it
+keeps the order of the classes, and only differences of logits matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from poise._types import Labels, Logits
+from poise.link import quadrature, smooth, uniform
+from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Noise, Uniform
+
+_CHUNK_BYTES = 32 * 2**20
+"""Working memory of one chunk of rows; the whole table of logits needs no more."""
+
+_TABULATED_BETA = 64
+"""Generalised normals steeper than this would need tables of many megabytes."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Scaled logits to the log-probabilities of winning the vote, for infinitely many draws of a noise.
+
+    log p_k = log P(argmax_j (s_j + z_j) = k), z_j independent draws of `noise`.
+
+    Absolute error of p below 1e-6; log p keeps four digits down to about e^-300 (e^-80 for noises with a kink), beyond
+    which it follows the tail of two classes, finite and in order. Uniform noise gives exact zeros, log p = -inf, to
+    classes 2 or more below the top. Differentiable once; computed in float64 in chunks of rows, so that memory does not
+    grow with their number. Analytic noises cost O(k) per row, the others (Laplace, generalised normals with 1 < β < 6
+    not even) O(k · nodes), uniform O(m² · nodes) for m classes within reach.
+
+    >>> Link(Gumbel()).log_prob(torch.tensor([[2.0, 1.0, 0.0]])).exp()
+    tensor([[0.6652, 0.2447, 0.0900]])
+    """
+
+    noise: Noise
+
+    def log_prob(self, scaled_logits: Logits) -> Logits:
+        """log p, (n, k)."""
+        noise, unit = _simplest(self.noise)
+        if isinstance(noise, Gumbel):
+            return torch.log_softmax(scaled_logits * unit, dim=1)
+        return self._in_chunks(lambda gaps: _ordered(_log_curve(gaps * unit, noise, gaps * unit), gaps), scaled_logits)
+
+    def log_prob_of(self, scaled_logits: Logits, labels: Labels) -> Tensor:
+        """log p of one class per row, (n,): all that a fit by likelihood needs."""
+        noise, unit = _simplest(self.noise)
+        if isinstance(noise, Gumbel):
+            return torch.log_softmax(scaled_logits * unit, dim=1).gather(1, labels[:, None])[:, 0]
+
+        def of_label(gaps: Tensor, label: Tensor) -> Tensor:
+            return _log_curve(gaps * unit, noise, (gaps * unit).gather(1, label))
+
+        return self._in_chunks(of_label, scaled_logits, labels[:, None])[:, 0]
+
+    def _in_chunks(self, function: Callable[..., Tensor], scaled_logits: Logits, *more: Tensor) -> Tensor:
+        """The function of the gaps of a chunk of rows, put together; only the chunk at work holds its intermediates."""
+        rows = max(1, _CHUNK_BYTES // (8 * _numbers_per_row(_simplest(self.noise)[0], scaled_logits.shape[1])))
+        results = []
+        for chunk in zip(*(torch.split(values, rows) for values in (scaled_logits, *more)), strict=True):
+            scores = chunk[0].double()
+            # The noise does not care where the top is: its gradient is in the gaps.
+            gaps = scores.detach().amax(1, keepdim=True) - scores
+            if gaps.requires_grad:
+                log_prob = checkpoint(function, gaps, *chunk[1:], use_reentrant=False)
+            else:
+                log_prob = function(gaps, *chunk[1:])
+            results.append(log_prob.to(scaled_logits.dtype))
+        return torch.cat(results) if results else scaled_logits[:, :1].repeat(1, 1)
+
+
+def _numbers_per_row(noise: Noise, num_classes: int) -> int:
+    """How many numbers are held at once for a row."""
+    if isinstance(noise, Uniform):
+        return uniform.numbers_per_row(num_classes)
+    if _is_tabulated(noise):
+        return smooth.numbers_per_row(noise, num_classes)
+    return quadrature.numbers_per_row(noise, num_classes)
+
+
+def _simplest(noise: Noise) -> tuple[Noise, float]:
+    """A simpler noise of the same law but for its unit, and how many of its units one of the given noise is."""
+    if noise == LogGamma(1.0):
+        return Gumbel(), LogGamma(1.0).scale
+    if isinstance(noise, GeneralizedNormal):
+        special: dict[float, tuple[Noise, float]] = {
+            1.0: (Laplace(), 1.0),
+            2.0: (Gaussian(), 1.0),
+            math.inf: (Uniform(), 1 / math.sqrt(3)),
+        }
+        return special.get(noise.beta, (noise, 1.0))
+    return noise, 1.0
+
+
+def _is_tabulated(noise: Noise) -> bool:
+    steep = isinstance(noise, GeneralizedNormal) and noise.beta > _TABULATED_BETA
+    return not noise.knots and not steep
+
+
+def _log_curve(gaps: Tensor, noise: Noise, at: Tensor) -> Tensor:
+    if isinstance(noise, Uniform):
+        return uniform.log_prob(gaps, at)
+    if _is_tabulated(noise):
+        return smooth.log_prob(gaps, noise, at)
+    return quadrature.log_prob(gaps, noise, at)
+
+
+def _ordered(log_prob: Tensor, gaps: Tensor) -> Tensor:
+    """Rows that sum to one and in which rounding reverses no two classes and tells no equal ones apart."""
+    log_prob = log_prob - torch.logsumexp(log_prob, dim=1, keepdim=True)
+    gaps, order = gaps.detach().sort(dim=1)
+    ranked = log_prob.detach().gather(1, order)
+    rank = torch.arange(ranked.shape[1], device=ranked.device)
+    is_new = torch.ones_like(gaps, dtype=torch.bool)
+    is_new[:, 1:] = gaps.diff(dim=1) > 0
+    first_equal = torch.where(is_new, rank, 0).cummax(1).values
+    ranked = ranked.cummin(1).values.gather(1, first_equal)
+    # A correction of rounding errors only: the gradient is that of the curve.
+    fixed = torch.empty_like(ranked).scatter_(1, order, ranked)
+    return log_prob + (fixed - log_prob.detach()) if log_prob.requires_grad else fixed

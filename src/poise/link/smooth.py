@@ -1,0 +1,164 @@
+"""The exact vote for analytic noises: nodes and gaps shared by all rows, so that the integral is two matrix products.
+
+With the gaps d_j = max s − s_j and u measured from the top logit,
+
+    log G(u) = Σ_j log F(u + d_j),      p_k = C(d_k),      C(d) = ∫ (f/F)(u + d) · G(u) du.
+
+Both functions of the gap, log F(u + ·) and log C(·), are smooth: they are tabulated at fixed gaps and interpolated by
+cubics. A row's classes then act on the nodes only through the histogram of their gaps, and all of a row's probabilities
+are read off one curve.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.interpolate import CubicSpline
+from torch import Tensor
+
+from poise.noise import Noise
+
+FAINTEST = -300.0
+"""Log-probability (of two classes) down to which the tables reach; beyond, the two-class tail is followed."""
+
+_NODE_STEP = 0.3
+"""Distance of the nodes in units of the integrand's local width: the trapezoid rule's error is below 1e-8 here."""
+
+_GAPS_PER_UNIT = 48
+"""Tabulated gaps per unit near zero, before the noise's own sharpness; their distance grows with the gap."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What a noise contributes, computed once: everything else is two matrix products."""
+
+    noise: Noise
+    step: float
+    """Distance of neighbouring tabulated gaps in x = asinh(d)."""
+    log_cdf: Tensor
+    """(gaps, nodes): log F(u + d)."""
+    hazard: Tensor
+    """(nodes, gaps): (f/F)(u + d), times the node's weight."""
+
+    @property
+    def num_gaps(self) -> int:
+        return len(self.log_cdf)
+
+    @property
+    def widest(self) -> float:
+        """The largest gap on the curve; the last two tabulated ones only complete its cubic."""
+        return math.sinh(self.step * (self.num_gaps - 3))
+
+
+@functools.lru_cache(maxsize=32)
+def tables(noise: Noise) -> Tables:
+    """Nodes spaced by the integrand's local width, gaps spaced by asinh; float64, on the CPU."""
+    widest = widest_gap(noise, FAINTEST)
+    nodes, weights = nodes_and_weights(noise, FAINTEST, _NODE_STEP)
+    step = 1 / (_GAPS_PER_UNIT * max(1.0, _sharpness(noise) / 2))
+    # One gap below zero and two above the widest complete the first and the last cubic.
+    x = step * torch.arange(-1, math.ceil(math.asinh(widest) / step) + 3, dtype=torch.float64)
+    t = torch.sinh(x)[:, None] + nodes
+    log_cdf = noise.log_cdf(t)
+    hazard = torch.exp(noise.log_pdf(t) - log_cdf)
+    return Tables(noise, step, log_cdf, (hazard * weights).T.contiguous())
+
+
+def log_prob(gaps: Tensor, noise: Noise, at: Tensor) -> Tensor:
+    """log C at the gaps `at` (n, m) of rows whose classes have the gaps `gaps` (n, k); float64, differentiable."""
+    table = tables(noise)
+    log_cdf, hazard = table.log_cdf.to(gaps.device), table.hazard.to(gaps.device)
+    place, weight = _cubic(gaps, table)
+    histogram = gaps.new_zeros(len(gaps), table.num_gaps)
+    histogram = histogram.scatter_add(1, place.flatten(1), weight.flatten(1))
+    log_largest = histogram @ log_cdf
+    # Denormal numbers would be slow, and are below anything asked for.
+    largest = torch.exp(log_largest.masked_fill(log_largest < -700, -math.inf))
+    place, weight = _cubic(at, table)
+    if 4 * at.shape[1] < table.num_gaps // 8:
+        # Few gaps are asked for: those columns of the product alone.
+        curve = (hazard.T[place.flatten(1)] @ largest[..., None]).view_as(weight)
+    else:
+        curve = (largest @ hazard).gather(1, place.flatten(1)).view_as(weight)
+    # The curve is never exactly zero: tiny keeps its logarithm finite where everything underflows.
+    on_curve = (torch.log(curve + torch.finfo(gaps.dtype).tiny) * weight).sum(-1)
+    beyond = two_class_tail(at.clamp_min(table.widest), noise) - two_class_tail(at.new_tensor(table.widest), noise)
+    return on_curve + beyond
+
+
+def numbers_per_row(noise: Noise, num_classes: int) -> int:
+    """Working memory: four weights and places of each class, and the row's own histogram and curve."""
+    table = tables(noise)
+    return 20 * num_classes + 2 * table.num_gaps + 2 * len(table.hazard)
+
+
+def two_class_tail(gap: Tensor, noise: Noise) -> Tensor:
+    """The leading term of log P(a class that far below wins): one large draw, or two that share the gap."""
+    half = gap / 2
+    return torch.maximum(noise.log_pdf(gap), noise.log_pdf(half) + noise.log_cdf(-half))
+
+
+def _cubic(gaps: Tensor, table: Tables) -> tuple[Tensor, Tensor]:
+    """The four tabulated gaps around each gap and Lagrange's weights, (n, m, 4)."""
+    x = torch.asinh(gaps.clamp(max=table.widest)) / table.step
+    first = x.detach().floor().clamp(0, table.num_gaps - 4)
+    t = x - first
+    before, after, far = t + 1, t - 1, t - 2
+    weight = torch.stack(
+        [-t * after * far / 6, before * after * far / 2, -before * t * far / 2, before * t * after / 6], dim=-1
+    )
+    return first.long()[..., None] + torch.arange(4, device=gaps.device), weight
+
+
+def widest_gap(noise: Noise, faintest: float) -> float:
+    """The gap at which the two-class tail falls to `faintest`."""
+    low, high = 0.0, 1.0
+    while two_class_tail(torch.tensor(high, dtype=torch.float64), noise) > faintest:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        faint = two_class_tail(torch.tensor(middle, dtype=torch.float64), noise) < faintest
+        low, high = (low, middle) if faint else (middle, high)
+    return high
+
+
+def _curvatures(noise: Noise, u: Tensor) -> tuple[Tensor, Tensor]:
+    """−(log f)'' and −(log F)'', nonnegative for the log-concave noises here; beside a knot, not on it."""
+    for knot in noise.knots:
+        u = torch.where((u - knot).abs() < 0.25, knot + 0.25, u)
+    u = u.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(noise.log_pdf(u).sum(), u, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), u) if slope.requires_grad else (torch.zeros_like(u),)
+    hazard = torch.exp(noise.log_pdf(u) - noise.log_cdf(u)).detach()
+    return -curvature, hazard * (hazard - slope.detach())
+
+
+def _sharpness(noise: Noise, left: float = -6.0) -> float:
+    """How many times narrower than a Gaussian's the density's finest feature is, where it is not small."""
+    u = torch.linspace(left, 6, 4001, dtype=torch.float64)
+    likely = noise.log_pdf(u) > -3
+    return max(1.0, float(_curvatures(noise, u[likely])[0].max().sqrt()))
+
+
+def nodes_and_weights(noise: Noise, faintest: float, step: float) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of the trapezoid rule in v, where dv/du is one over the integrand's local width."""
+    widest = widest_gap(noise, faintest)
+    grid = torch.arange(-widest - 12, 60, 1 / 512, dtype=torch.float64)
+    # Out of sight is what lies below e^-40 of the probability asked for, of the top class as of the widest gap's.
+    top = noise.log_pdf(grid) > -40 - math.log(1000)
+    far = noise.log_pdf(grid + widest) + noise.log_cdf(grid) > faintest - 40
+    seen = (top | far).nonzero()
+    grid = grid[int(seen[0]) : int(seen[-1]) + 1]
+    of_pdf, of_cdf = _curvatures(noise, grid)
+    # The gaps of other classes carry the features right of the middle to any node.
+    density = torch.sqrt(_sharpness(noise, left=0.0) ** 2 + 2 * of_cdf + of_pdf).numpy()
+    u = grid.numpy()
+    v = CubicSpline(u, density).antiderivative()(u)
+    at = np.linspace(v[0], v[-1], math.ceil((v[-1] - v[0]) / step) + 1)
+    nodes = CubicSpline(v, u)(at)
+    weights = (at[1] - at[0]) / CubicSpline(u, density)(nodes)
+    return torch.from_numpy(nodes), torch.from_numpy(weights)
