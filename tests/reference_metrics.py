@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -109,3 +110,61 @@ def top_k_accuracy(probs, labels, k=5, weight=None):
 
 def accuracy(probs, labels, weight=None):
     return top_k_accuracy(probs, labels, 1, weight)
+
+
+def smooth_ece(probs, labels, nodes=3000):
+    """The reflected Gaussian by its images, the fixed point by bisection."""
+    confidence, correct = top(probs, labels)
+    residual = (confidence.astype(float) - np.array(correct, dtype=float)) / len(labels)
+    t = (np.arange(nodes) + 0.5) / nodes
+
+    def error(width):
+        curve = np.zeros(nodes)
+        for shift in range(-4, 6, 2):
+            for images in (confidence + shift, shift - confidence):
+                curve += np.exp(-0.5 * ((t[:, None] - images) / width) ** 2) @ residual
+        return np.abs(curve).mean() / (width * math.sqrt(2 * math.pi))
+
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if error(middle) > middle else (low, middle)
+    return high
+
+
+def ks_error(probs, labels):
+    confidence, correct = top(probs, labels)
+    largest = 0.0
+    for level in confidence:
+        below = [float(c) - bool(a) for c, a in zip(confidence, correct, strict=True) if c <= level]
+        largest = max(largest, abs(sum(below)) / len(labels))
+    return largest
+
+
+def ece_sweep(probs, labels):
+    confidence, correct = top(probs, labels)
+    correct = np.array(correct, dtype=float)
+    best = 1
+    for num_bins in range(2, len(labels) + 1):
+        edges = equal_mass_edges(confidence, num_bins)
+        place = np.searchsorted(edges[1:-1], confidence)
+        accuracy = [correct[place == b].mean() for b in range(num_bins) if (place == b).any()]
+        if any(later < earlier for earlier, later in itertools.pairwise(accuracy)):
+            break
+        best = num_bins
+    return error(gaps(confidence, correct, equal_mass_edges(confidence, best)))
+
+
+def piece(probs, labels, features, num_bins=15, num_groups=10, num_neighbors=10):
+    directions = features / np.linalg.norm(features, axis=1, keepdims=True)
+    near = []
+    for i, direction in enumerate(directions):
+        squared = sorted(float(((direction - other) ** 2).sum()) for j, other in enumerate(directions) if j != i)
+        near.append(np.mean(np.exp(-np.array(squared[:num_neighbors]))))
+    cuts = np.percentile(near, np.linspace(0, 100, num_groups + 1))[1:-1]
+    group = np.searchsorted(cuts, near, side="right")
+    return sum(
+        (group == g).mean() * ece(probs[group == g], labels[group == g], num_bins)
+        for g in range(num_groups)
+        if (group == g).any()
+    )

@@ -19,17 +19,19 @@ def to_tensor(array: Array) -> Tensor:
     if isinstance(array, Tensor):
         return array
     if isinstance(array, np.ndarray):
+        if array.dtype.char in "Og":  # numbers as objects, long doubles
+            array = array.astype(np.float64)
         # A tensor cannot be read-only, reversed or big-endian; numpy arrays can.
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
         usable = native.flags.writeable and all(stride >= 0 for stride in native.strides)
         return torch.from_numpy(native if usable else native.copy())
     if hasattr(array, "__dlpack__"):
         return torch.utils.dlpack.from_dlpack(array)
-    return torch.from_numpy(np.array(array))
+    return to_tensor(np.array(array))
 
 
 def to_floating(array: Array) -> Tensor:
-    """The array as a detached-free floating tensor: halves become float32, whole numbers float64."""
+    """The array as a floating tensor, its gradient kept: halves become float32, whole numbers float64."""
     tensor = to_tensor(array)
     if tensor.dtype in _COMPUTED_IN_FLOAT32:
         return tensor.float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from poise._types import Array, Labels, Logits, Probs
 def logits(array: Array, *, num_classes: int | None = None) -> Logits:
     """Finite (n, k) scores; (n,) or (n, 1) is one log-odds per row and becomes the two columns (0, log-odds)."""
     scores = _matrix(array, "logits")
-    if scores.shape[1] == 1:
+    columns = scores.shape[1]
+    if columns == 1:
         scores = torch.cat([torch.zeros_like(scores), scores], dim=1)
     if num_classes is not None and scores.shape[1] != num_classes:
         raise ValueError(
-            f"logits have {scores.shape[1]} columns but this calibrator was fitted with {num_classes}: X has "
-            f"{scores.shape[1]} features, but it is expecting {num_classes} features as input; pass the same classes "
-            "in the same order."
+            f"logits have {columns} column(s) but this calibrator was fitted with {num_classes}: X has {columns} "
+            f"features, but it is expecting {num_classes} features as input; pass the same classes in the same order, "
+            "and a single row as logits[None]. Reshape your data."
         )
     if _look_like_probs(scores):
         raise ValueError(
@@ -73,27 +75,41 @@ def labels(array: Array, *, num_samples: int, num_classes: int) -> Labels:
         )
     if values.is_floating_point():
         if not bool(torch.isfinite(values).all()) or bool((values != values.round()).any()):
-            raise ValueError("labels must be whole numbers, but some are fractions, NaN or infinity.")
+            raise ValueError(
+                "labels must be whole numbers, but some are fractions, NaN or infinity, as of a continuous target; "
+                "pass the column number of each row's true class."
+            )
     elif values.is_complex():
-        raise ValueError("labels must be whole numbers, but complex ones came.")
+        raise ValueError("labels must be whole numbers, but complex ones came; pass their real part.")
     whole = values.to(torch.int64)
     if num_samples and (whole.min() < 0 or whole.max() >= num_classes):
         wrong = int(whole.min()) if whole.min() < 0 else int(whole.max())
         raise ValueError(
             f"labels must lie between 0 and {num_classes - 1} for {num_classes} columns of scores, but a label "
-            f"{wrong} came; labels count the columns from 0."
+            f"{wrong} came; labels count the columns from 0, or pass classes=[...] with the name of every column."
         )
     return whole
 
 
 def named_labels(array: Array, classes: Sequence[Any] | np.ndarray | None, num_classes: int) -> tuple[Any, np.ndarray]:
-    """Labels as column numbers, and the columns' names: from `classes`, or from labels that are words."""
-    is_words = not isinstance(array, Tensor) and np.asarray(array).dtype.kind in "OUS"
+    """Labels as column numbers, and the columns' names: from `classes`, or from labels that are words.
+
+    Where the names are words, numbers count the columns; where the names are numbers, numbers are names.
+    """
+    if array is None:
+        raise ValueError(
+            "labels must be one whole number or name per row, but none came; pass fit(logits, labels). "
+            "Expected array-like (array or non-string sequence), got None."
+        )
+    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
+        array = np.asarray(array)
+        array = np.array(array.tolist()) if array.dtype.kind == "O" else array
+    is_words = isinstance(array, np.ndarray) and array.dtype.kind in "OUS"
     if classes is None:
         if not is_words:
             return array, np.arange(num_classes)
         # scikit-learn's order: the columns of a decision function follow the sorted class names.
-        classes = np.unique(np.asarray(array).astype(str))
+        classes = np.unique(array.astype(str))
         if len(classes) != num_classes:
             raise ValueError(
                 f"labels hold {len(classes)} different names (Unknown label type for {num_classes} columns of scores); "
@@ -101,17 +117,26 @@ def named_labels(array: Array, classes: Sequence[Any] | np.ndarray | None, num_c
             )
     names = np.asarray(classes)
     if names.ndim != 1 or len(names) != num_classes:
-        raise ValueError(f"classes must name each of the {num_classes} columns once, but {names.size} names came.")
+        raise ValueError(
+            f"classes must name each of the {num_classes} columns once, but {names.size} names came; "
+            "pass one name for every column of the logits."
+        )
     if len(np.unique(names)) != num_classes:
-        raise ValueError("classes must differ from each other, but some name occurs twice.")
-    if not is_words:
+        raise ValueError("classes must differ from each other, but some name occurs twice; give each column its own.")
+    if not is_words and names.dtype.kind not in "iuf":
         return array, names
-    column = {str(name): index for index, name in enumerate(names)}
-    words = np.asarray(array).astype(str).ravel()
-    unknown = next((word for word in words if word not in column), None)
-    if unknown is not None:
-        raise ValueError(f"a label {unknown!r} is not among the classes{_nearest(unknown, column)}.")
-    return np.array([column[word] for word in words], dtype=np.int64), names
+    given, known = np.asarray(to_tensor(array).cpu() if not is_words else array.astype(str)), names
+    if is_words:
+        known = names.astype(str)
+    order = np.argsort(known)
+    columns = order[np.searchsorted(known, given, sorter=order).clip(max=num_classes - 1)]
+    unknown = given[known[columns] != given]
+    if len(unknown):
+        raise ValueError(
+            f"a label {unknown[0].item()!r} is not among the classes{_nearest(str(unknown[0]), map(str, known))}; "
+            "pass classes=[...] with the name of every column."
+        )
+    return columns, names
 
 
 def several_classes(values: Labels) -> None:
@@ -129,18 +154,18 @@ def sample_weight(array: Array | None, *, num_samples: int) -> Tensor | None:
     """None, or one nonnegative finite weight per row, as float64."""
     if array is None:
         return None
-    weight = to_floating(array).double()
+    weight = _floating(array, "sample_weight").double()
     if weight.ndim == 0:
         weight = weight.expand(num_samples)
     if weight.shape != (num_samples,):
         raise ValueError(
             f"sample_weight must be one number per row, shape ({num_samples},), but has shape {tuple(weight.shape)}: "
-            "Sample weights must be 1D array or scalar."
+            "pass one for every row. Sample weights must be 1D array or scalar."
         )
     if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()):
-        raise ValueError("sample_weight must be finite and nonnegative, but some weights are not.")
+        raise ValueError("sample_weight must be finite and nonnegative, but some weights are not; drop those rows.")
     if not bool(weight.sum() > 0):
-        raise ValueError("sample_weight must have a positive sum, but every weight is zero.")
+        raise ValueError("sample_weight must have a positive sum, but every weight is zero; leave it out for equal ones.")
     return weight
 
 
@@ -156,7 +181,7 @@ def tensor(array: Array, name: str, *, num_samples: int | None = None) -> Tensor
 
 def positive(value: float, name: str) -> float:
     """A finite number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, but is {value!r}.")
     return float(value)
 
@@ -194,7 +219,8 @@ def _matrix(array: Array, name: str) -> Tensor:
         )
     if values.shape[1] == 0:
         raise ValueError(
-            f"{name} must have a column per class, but came with 0 feature(s) (shape={tuple(values.shape)})."
+            f"{name} must have a column per class, but came with 0 feature(s) (shape={tuple(values.shape)}) while a "
+            "minimum of 1 is required; pass one score for every class."
         )
     return _finite(values, name)
 
@@ -202,7 +228,7 @@ def _matrix(array: Array, name: str) -> Tensor:
 def _floating(array: Array, name: str) -> Tensor:
     if hasattr(array, "toarray"):
         raise TypeError(f"{name} must be a dense array, but a sparse one came; pass {name}.toarray().")
-    if not isinstance(array, Tensor) and not hasattr(array, "__dlpack__"):
+    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
         array = np.asarray(array)
         if array.dtype.kind == "O":
             try:
@@ -210,18 +236,17 @@ def _floating(array: Array, name: str) -> Tensor:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name} must be numbers, but {error}; argument must be numbers.") from error
     if isinstance(array, np.ndarray) and array.dtype.kind not in "fiub":
-        kind = "Complex data not supported" if array.dtype.kind == "c" else f"an array of {array.dtype} came"
-        raise ValueError(f"{name} must be real numbers: {kind}.")
-    values = to_floating(array)
-    if values.is_complex():
-        raise ValueError(f"{name} must be real numbers: Complex data not supported.")
-    return values
+        kind = "complex ones came (Complex data not supported)" if array.dtype.kind == "c" else f"{array.dtype} came"
+        raise ValueError(f"{name} must be real numbers, but {kind}; pass integers or floats.")
+    if isinstance(array, Tensor) and array.is_complex():
+        raise ValueError(f"{name} must be real numbers, but complex ones came; pass integers or floats.")
+    return to_floating(array)
 
 
 def _finite(values: Tensor, name: str) -> Tensor:
     # One reduction decides; only an error pays for the search of its place.
     if not bool(torch.isfinite(values.detach().sum())) and not bool(torch.isfinite(values).all()):
-        row = int((~torch.isfinite(values)).flatten(1).any(1).nonzero()[0]) if values.ndim > 1 else 0
+        row = int((~torch.isfinite(values)).reshape(len(values), -1).any(1).nonzero()[0])
         kind = "NaN" if bool(torch.isnan(values).any()) else "infinity"
         raise ValueError(
             f"{name} must be finite, but row {row} holds {kind}; find out where it comes from, or drop the row."
@@ -276,6 +301,6 @@ def confidences(
 
 def nonnegative(value: float, name: str) -> float:
     """A finite number, zero or above."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be a finite number, 0 or above, but is {value!r}.")
     return float(value)

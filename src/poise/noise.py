@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+from scipy import special
 from torch import Tensor
 
 from poise import _check
@@ -101,7 +102,7 @@ class Uniform(Noise):
         return (-1.0, 1.0)
 
     def log_pdf(self, t: Tensor) -> Tensor:
-        return torch.where(t.abs() <= 1, -math.log(2), -math.inf).to(t.dtype)
+        return torch.full_like(t, -math.log(2)).masked_fill(t.abs() > 1, -math.inf)
 
     def log_cdf(self, t: Tensor) -> Tensor:
         inside = t.clamp(-1, 1)
@@ -157,6 +158,9 @@ class Laplace(Noise):
         return -t.abs() / self.scale - math.log(2 * self.scale)
 
     def log_cdf(self, t: Tensor) -> Tensor:
+        return _with_hazard(t, self, self._log_cdf)
+
+    def _log_cdf(self, t: Tensor) -> Tensor:
         tail = -t.abs() / self.scale - math.log(2)
         return torch.where(t < 0, tail, torch.log1p(-torch.exp(tail)))
 
@@ -201,7 +205,12 @@ class GeneralizedNormal(Noise):
         return _with_hazard(t, self, self._log_cdf)
 
     def _log_cdf(self, t: Tensor) -> Tensor:
-        tail = _log_gammaincc(1 / self.beta, (t.abs() / self.scale) ** self.beta) - math.log(2)
+        distance = t.abs() / self.scale
+        power = distance**self.beta
+        # Near 0 the density is flat, and the power of a steep noise underflows long before the distance does.
+        flat = torch.log1p(-distance / math.gamma(1 + 1 / self.beta))
+        inner = torch.finfo(t.dtype).eps
+        tail = torch.where(power < inner, flat, _log_gammaincc(1 / self.beta, power.clamp_min(inner))) - math.log(2)
         return torch.where(t < 0, tail, torch.log1p(-torch.exp(tail)))
 
     def _sample(self, source: _Source) -> Tensor:
@@ -226,12 +235,12 @@ class LogGamma(Noise):
     @cached_property
     def mean(self) -> float:
         """E[-log G] = -ψ(shape)."""
-        return -float(torch.special.digamma(torch.tensor(self.shape, dtype=torch.float64)))
+        return -float(special.digamma(self.shape))
 
     @cached_property
     def scale(self) -> float:
         """The standard deviation of log G, the square root of ψ′(shape)."""
-        return math.sqrt(float(torch.special.polygamma(1, torch.tensor(self.shape, dtype=torch.float64))))
+        return math.sqrt(special.polygamma(1, self.shape))
 
     def log_pdf(self, t: Tensor) -> Tensor:
         y = self.scale * t + self.mean
@@ -261,7 +270,9 @@ class _LogCdf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None, None]:
         (t,) = ctx.saved_tensors
-        return grad[0] * torch.exp(ctx.noise.log_pdf(t) - ctx.noise.log_cdf(t)), None, None
+        hazard = torch.exp(ctx.noise.log_pdf(t) - ctx.noise.log_cdf(t))
+        # Where both logarithms are -inf; a zero gradient must stay zero.
+        return grad[0] * hazard.nan_to_num(nan=torch.finfo(t.dtype).max), None, None
 
 
 def _with_hazard(t: Tensor, noise: Noise, log_cdf: Callable[[Tensor], Tensor]) -> Tensor:

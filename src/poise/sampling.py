@@ -58,6 +58,11 @@ def estimate_each(
     numbers_per_row = max(1, math.prod(inputs.shape[1:]))
     # A tile is drawn whole, whatever part of it is used: its shape depends on a row's shape alone.
     tile_draws = max(1, _TILE_NUMBERS // (_TILE_ROWS * numbers_per_row))
+    # Halves cannot count to a thousand.
+    counted = torch.promote_types(inputs.dtype, torch.float32)
+    if len(inputs) == 0:
+        logits = inputs if head is None else head(inputs)
+        return logits.new_zeros(len(strengths), 0, logits.shape[1], dtype=counted)
     rows = []
     for row_tile, start in enumerate(range(0, len(inputs), _TILE_ROWS)):
         tile = inputs[start : start + _TILE_ROWS]
@@ -68,8 +73,8 @@ def estimate_each(
             z = z[: num_samples - first]
             for i, strength in enumerate(strengths):
                 near = neighbors.place(whole, z, strength)[:, : len(tile)]
-                logits = near if head is None else head(near.flatten(0, 1)).view(*near.shape[:2], -1)
-                totals[i] = totals[i] + readout(logits).sum(0)
+                logits = near if head is None else head(near.flatten(0, 1)).reshape(*near.shape[:2], -1)
+                totals[i] = totals[i] + readout(logits).sum(0, dtype=counted)
         rows.append(torch.stack([torch.as_tensor(total) for total in totals]) / num_samples)
     return torch.cat(rows, dim=1)
 

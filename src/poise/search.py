@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
@@ -74,12 +75,14 @@ def minimize(objective: Objective, scale: float, *, smooth: bool, coarse: Object
     return found
 
 
-def margin_scale(logits: Tensor) -> float:
+def margin_scale(logits: Tensor, weight: Tensor | None = None) -> float:
     """The median distance of the top logit from the runner-up: what a strength at the logits is measured against."""
-    top = logits.topk(2, dim=1).values
-    margin = (top[:, 0] - top[:, 1]).double()
-    positive = margin[margin > 0]
-    return float(positive.median()) if len(positive) else 1.0
+    top = logits.topk(2, dim=1).values.double()
+    margin, order = (top[:, 0] - top[:, 1]).sort()
+    heavy = torch.where(margin > 0, 1.0 if weight is None else weight[order].double(), 0.0).cumsum(0)
+    if len(heavy) == 0 or heavy[-1] == 0:
+        return 1.0
+    return float(margin[torch.searchsorted(heavy, heavy[-1] / 2)])
 
 
 def _refine_smooth(objective: Objective, low: float, high: float) -> Minimum:

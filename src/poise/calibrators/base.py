@@ -59,7 +59,8 @@ class Calibrator(ClassifierMixin, BaseEstimator, ABC):
         features = self._check_features(features, len(inputs))
         self._fit(inputs.detach(), truth, weight if weight is None else weight.to(inputs.device), features)
         self.classes_ = names
-        self.n_features_in_ = 1 if inputs.ndim == 2 and np.ndim(logits) == 1 else int(np.shape(logits)[1])
+        shape = _arrays.to_tensor(logits).shape
+        self.n_features_in_ = shape[1] if len(shape) > 1 else 1
         return self
 
     def predict_proba(self, logits: Array, *, features: Array | None = None) -> Any:
@@ -80,6 +81,12 @@ class Calibrator(ClassifierMixin, BaseEstimator, ABC):
         if self.classes_.dtype.kind in "iu" and bool((self.classes_ == np.arange(len(self.classes_))).all()):
             return _arrays.like(columns, logits)
         return self.classes_[columns.cpu().numpy()]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        # As accurate as the logits are, not more.
+        tags.classifier_tags.poor_score = True
+        return tags
 
     @abstractmethod
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None: ...

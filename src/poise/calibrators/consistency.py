@@ -92,7 +92,7 @@ class ConsistencyCalibration(Calibrator):
         some = slice(None, None, max(1, len(scores) // _COARSE_ROWS))
         strength = search.minimize(
             on(slice(None)),
-            search.margin_scale(scores) / 4,
+            search.margin_scale(scores, weight) / 4,
             smooth=smooth,
             coarse=on(some) if smooth and weight is None else None,
         ).argument
@@ -110,16 +110,14 @@ class ConsistencyCalibration(Calibrator):
         return lapse, float(weighted_mean(log_losses, weight)) - (math.log(lapse) / total if lapse else 0.0)
 
     def _value(self, link: Link, scaled: Logits, labels: Labels, weight: Tensor | None) -> float:
-        """The criterion at one strength."""
-        lapse, nll = (
-            self._lapse_and_nll(link, scaled, labels, weight) if self.lapse or self.criterion == "nll" else (0.0, 0.0)
-        )
-        if self.criterion == "nll":
-            return nll
-        if self.criterion == "brier":
+        """The criterion at one strength; a calibration error leaves the lapse out, for all lapse is its optimum."""
+        if self.criterion in PROPER:
+            lapse, nll = self._lapse_and_nll(link, scaled, labels, weight)
+            if self.criterion == "nll":
+                return nll
             return criterion_value("brier", with_lapse(link.log_prob(scaled), lapse).exp(), labels, weight)
         top = scaled.argmax(1)
-        confidence = (1 - lapse) * torch.exp(link.log_prob_of(scaled, top)) + lapse / scaled.shape[1]
+        confidence = torch.exp(link.log_prob_of(scaled, top))
         bins = Bins.equal_width if self.criterion == "ece" else Bins.equal_mass
         # The quadrature's last digit must not push a confidence beyond the last bin.
         return float(bins(confidence.clamp(max=1), top == labels, sample_weight=weight).error)
@@ -168,7 +166,7 @@ class SampledConsistency(Calibrator):
         _check.whole(self.num_samples, "num_samples")
         _check.whole(self.seed, "seed", least=0)
         kinds = (self.neighbors,) if isinstance(self.neighbors, Neighbors) else tuple(self.neighbors)
-        scale = search.margin_scale(logits) / 4 if self.head is None else float(logits.double().std())
+        scale = search.margin_scale(logits, weight) / 4 if self.head is None else float(logits.double().std()) or 1.0
 
         def candidate(neighbors: Neighbors) -> dict[str, Any]:
             def objective(strengths: Sequence[float]) -> list[float]:
@@ -236,9 +234,12 @@ def fit_lapse(true: Tensor, num_classes: int, weight: Tensor | None = None) -> f
     weight = torch.ones_like(true) if weight is None else weight.to(true)
     total = weight.sum() + 1
     lapse = 1 / total
+    # The other pseudo-count: something is known, or the order of the classes would be lost.
+    most = 1 - 1 / (total + 1)
     for _ in range(500):
         guess = lapse / num_classes
         updated = (1 + torch.dot(weight, guess / ((1 - lapse) * true + guess))) / total
+        updated = updated.clamp(max=most)
         done = bool((updated - lapse).abs() <= 1e-9 * lapse)
         lapse = updated
         if done:

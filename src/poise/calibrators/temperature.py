@@ -45,7 +45,7 @@ class TemperatureScaling(Calibrator):
             ]
 
         smooth = self.criterion in PROPER
-        self.temperature_ = search.minimize(objective, search.margin_scale(scores) / 4, smooth=smooth).argument
+        self.temperature_ = search.minimize(objective, search.margin_scale(scores, weight) / 4, smooth=smooth).argument
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
         return torch.log_softmax(logits / self.temperature_, dim=1)

@@ -190,7 +190,8 @@ class _Writer:
         owner, kind = type(self.owner).__name__, type(value).__qualname__
         details = ", ".join(str(getattr(value, name)) for name in ("dtype", "layout") if hasattr(value, name))
         return TypeError(
-            f"{owner} cannot be saved, for its {what} `{where}` is of type {kind}{details and f' ({details})'}, and a file holds numbers, words, arrays and tensors, never code; {remedy}."
+            f"{owner} cannot be saved, for its {what} `{where}` is of type {kind}{details and f' ({details})'}, and a "
+            f"file holds numbers, words, arrays and tensors, never code; {remedy}."
         )
 
 

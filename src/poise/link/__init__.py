@@ -125,6 +125,6 @@ def _ordered(log_prob: Tensor, gaps: Tensor) -> Tensor:
     is_new[:, 1:] = gaps.diff(dim=1) > 0
     first_equal = torch.where(is_new, rank, 0).cummax(1).values
     ranked = ranked.cummin(1).values.gather(1, first_equal)
-    # A correction of rounding errors only: the gradient is that of the curve.
     fixed = torch.empty_like(ranked).scatter_(1, order, ranked)
-    return log_prob + (fixed - log_prob.detach()) if log_prob.requires_grad else fixed
+    # A correction of rounding errors only: the gradient is that of the curve, and none where p is zero.
+    return fixed + (log_prob - log_prob.detach()).masked_fill(log_prob.detach() == -math.inf, 0.0)

@@ -34,15 +34,17 @@ class Statistic:
     value: Callable[[Tensor], Tensor]
     """(s, d) sums to the (d,) values of the metric."""
     num_gaps: int = 0
-    """The leading sums that are gaps, which vanish for a calibrated model; 0 if the metric is a plain mean."""
+    """The leading sums that are gaps, which vanish for a calibrated model; 0 if the metric is no distance from it."""
     noiseless: Callable[[Tensor], Tensor] | None = None
     """(s, d) sums to what `value` estimates there; None: the value itself."""
     curve: bool = False
     """Whether the gaps are points of one curve, whose neighbours have the same sign."""
+    mean: bool = False
+    """Whether the metric is a mean over the rows."""
 
 
-def statistic(metric: Metric, probs: Array, labels: Array) -> Statistic | None:
-    """The metric, possibly with options bound by functools.partial, as a Statistic; None if it is not one of ours."""
+def statistic(metric: Metric, probs: Array, labels: Array) -> Statistic:
+    """The metric, possibly with options bound by functools.partial; one that is not ours is called on drawn rows."""
     options: dict[str, Any] = {}
     base: Callable[..., float] = metric
     if isinstance(metric, functools.partial) and not metric.args:
@@ -52,7 +54,7 @@ def statistic(metric: Metric, probs: Array, labels: Array) -> Statistic | None:
             "sample_weight cannot be bound to a metric that is resampled: rows are drawn with equal weight."
         )
     build = _BUILDERS.get(base)
-    return None if build is None else build(probs, labels, **options)
+    return _called(metric, probs, labels) if build is None else build(probs, labels, **options)
 
 
 def resampled_weights(num_samples: int, resamples: int, seed: int, device: torch.device) -> Iterator[Tensor]:
@@ -78,11 +80,22 @@ def _drawn_and_kept(num_samples: int, resamples: int, seed: int) -> tuple[Tensor
     return tuple(_drawn(num_samples, resamples, seed))
 
 
+def _called(metric: Metric, probs: Array, labels: Array) -> Statistic:
+    values, truth, _ = _check.scored(probs, labels)
+    everyone = torch.arange(len(values), device=values.device)
+
+    def sums(weight: Tensor) -> Tensor:
+        drawn = (everyone.repeat_interleave(column.long()) for column in weight.T)
+        return weight.new_tensor([[float(metric(values[rows], truth[rows])) for rows in drawn]])
+
+    return Statistic(sums, lambda found: found[0])
+
+
 def _mean(each: Callable[..., Tensor]) -> Callable[..., Statistic]:
     def build(probs: Array, labels: Array, **options: Any) -> Statistic:
         values, truth, _ = _check.scored(probs, labels)
         row = each(values, truth, **options)[None] / len(values)
-        return Statistic(sums=lambda weight: row @ weight, value=lambda sums: sums[0])
+        return Statistic(lambda weight: row @ weight, lambda sums: sums[0], mean=True)
 
     return build
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,20 +16,20 @@ from poise.metrics.resampling import Metric, Statistic, resampled_weights, stati
 
 @dataclass(frozen=True)
 class Interval:
-    """A metric as measured, and what the same metric of infinitely many such samples lies between."""
+    """A metric as measured, and between what the same metric of infinitely many samples lies."""
 
     value: float
-    """As measured; of an error that cannot be negative it is too high on average, and may lie above `high`."""
+    """As measured. An error that cannot be negative is too large on average, and may lie above `high`."""
     low: float
     high: float
     corrected: float
-    """The value with that upward bias taken out, between `low` and `high`."""
+    """The value with that bias taken out."""
     level: float
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A metric of one model less that of another on the same samples."""
+    """A metric of model a less that of model b on the same samples."""
 
     value: float
     """As measured."""
@@ -37,7 +38,7 @@ class Difference:
     corrected: float
     """The difference with the bias of both taken out."""
     p_value: float
-    """Of no difference, two-sided."""
+    """Of no difference, two-sided; never below 2/(resamples + 1)."""
     level: float
 
 
@@ -54,21 +55,45 @@ class NoiseFloor:
 def interval(
     metric: Metric, probs: Array, labels: Array, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> Interval:
-    """A confidence interval for what the metric would be on infinitely many samples of the same kind."""
+    """A confidence interval for what the metric would be on infinitely many samples like these, by the bootstrap.
+
+    Means (nll, brier, accuracies): the quantiles of the resampled values. Calibration errors are norms M(g) of gaps g,
+    and noise makes M(ĝ) larger than M(g), and that of a resample larger again. So the interval holds the models that
+    could have shown what was observed: low is M(t·h), h the gaps less their noise, where only (1 − level)/2 of the
+    resamples M(t·h + g* − ĝ) reach the observed value; high is M(t·s), s gaps in proportion to their noise, the shape
+    that hides most, where that share stay below it; corrected is M(t·h) at one half. Any other metric(probs, labels) is
+    called on drawn rows, and its interval is reflected about the value.
+
+    The target is the metric with the bins (or the number of bins) of this sample. At level .95 simulations covered it
+    in .90 to 1.00 of the cases for 2,000 and 10,000 samples of a network like the paper's, least where ten classes
+    have their own bins and are calibrated; `mce` and `average_calibration_error` rest on nearly empty bins, and theirs
+    say little. Rows must be independent. Options are bound by functools.partial(ece, num_bins=10).
+
+    >>> import torch
+    >>> confidence = torch.linspace(0.5, 1, 2000)
+    >>> labels = (torch.rand(2000, generator=torch.Generator().manual_seed(0)) < confidence - 0.1).long()
+    >>> found = interval(ece, confidence, labels, resamples=200)
+    >>> found.low < 0.1 < found.high
+    True
+
+    Reference: Efron, Tibshirani, 1993; the limit above as in Read, J. Phys. G 2002 (CLs), so it is never empty.
+    """
     outside = (1 - _level(level)) / 2
-    value = float(metric(probs, labels))
+    value = _measured(metric, probs, labels)
     runs = _Runs.of(metric, probs, labels, resamples, seed)
-    if runs.statistic is None:
-        drawn = 2 * value - runs.values()
-        low, corrected, high = _quantiles(drawn, outside, 0.5, 1 - outside)
-    elif not runs.statistic.num_gaps:
-        corrected = value
+    if runs.statistic.mean:
         low, high = _quantiles(runs.values(), outside, 1 - outside)
-    else:
-        shape, noise = runs.shapes()
-        low = runs.truth(runs.scaled(shape, 1 - outside))
-        corrected = runs.truth(runs.scaled(shape, 0.5))
-        high = runs.truth(runs.scaled(noise, outside * runs.below(0 * noise)))
+        return Interval(value, low, high, value, level)
+    if not runs.statistic.num_gaps:
+        low, corrected, high = _quantiles(2 * value - runs.values(), outside, 0.5, 1 - outside)
+        return Interval(value, low, high, corrected, level)
+    shape, noise = runs.shapes()
+    low = runs.truth(runs.scaled(shape, 1 - outside))
+    high = runs.truth(runs.scaled(noise, outside * runs.below(0 * noise)))
+    low = min(low, high)
+    if runs.statistic.noiseless:  # it is debiased already
+        return Interval(value, low, high, value, level)
+    corrected = min(max(low, runs.truth(runs.scaled(shape, 0.5))), high)
     return Interval(value, low, high, corrected, level)
 
 
@@ -82,20 +107,40 @@ def paired_difference(
     resamples: int = 1000,
     seed: int = 0,
 ) -> Difference:
-    """Whether model a and model b differ in a metric, by drawing the same samples for both."""
+    """Whether two models differ in a metric: metric(a) − metric(b), drawing the same samples for both.
+
+    From low to high is the hull of two intervals: the quantiles of the resampled differences D*, and D − (D* − D°)
+    where D* and D° are the resampled and the true difference of models that have the gaps of `interval`'s corrected
+    value. The p-value is the larger one of the two. Either alone rejects equal models far too often.
+
+    Of two calibration errors that are equal but unlike (one over-, one underconfident) it found a difference in up to a
+    tenth of the simulations at level .95, usually fewer. Where one error is near its noise floor the size of a true
+    difference is understated, and the interval may miss it on the side of zero; its sign can be trusted.
+
+    >>> import torch
+    >>> confidence = torch.linspace(0.5, 1, 2000)
+    >>> labels = (torch.rand(2000, generator=torch.Generator().manual_seed(0)) < confidence).long()
+    >>> found = paired_difference(ece, confidence, confidence * 0.5 + 0.5, labels, resamples=200)
+    >>> found.high < 0 and found.p_value < 0.05
+    True
+
+    Reference: Efron, Tibshirani, 1993.
+    """
     outside = (1 - _level(level)) / 2
-    value = float(metric(probs_a, labels)) - float(metric(probs_b, labels))
+    value = _measured(metric, probs_a, labels) - _measured(metric, probs_b, labels)
     a, b = (_Runs.of(metric, probs, labels, resamples, seed) for probs in (probs_a, probs_b))
-    if a.statistic is None or b.statistic is None:
-        errors = a.values() - b.values() - value
-    elif not a.statistic.num_gaps:
-        errors = value - (a.values() - b.values())
-    else:
+    drawn = a.values() - b.values()
+    if a.statistic.num_gaps:
         gaps_a, gaps_b = (runs.scaled(runs.shapes()[0], 0.5) for runs in (a, b))
         errors = a.values(gaps_a) - b.values(gaps_b) - (a.truth(gaps_a) - b.truth(gaps_b))
-    low, corrected, high = (value - q for q in _quantiles(errors, 1 - outside, 0.5, outside))
-    rarer = min(int((errors >= value).sum()), int((errors <= value).sum()))
-    return Difference(value, low, high, corrected, min(1.0, 2 * (rarer + 1) / (resamples + 1)), level)
+        moved = value - errors
+    else:
+        moved = drawn if a.statistic.mean else 2 * value - drawn
+    lows, highs = zip(*(_quantiles(draws, outside, 1 - outside) for draws in (drawn, moved)), strict=True)
+    rarer = max(min(int((draws >= 0).sum()), int((draws <= 0).sum())) for draws in (drawn, moved))
+    return Difference(
+        value, min(lows), max(highs), float(moved.median()), min(1.0, 2 * (rarer + 1) / (resamples + 1)), level
+    )
 
 
 def noise_floor(
@@ -107,46 +152,55 @@ def noise_floor(
     level: float = 0.95,
     seed: int = 0,
 ) -> NoiseFloor:
-    """What a metric would show if these probabilities were perfectly calibrated, on as many samples."""
+    """What a metric would show if these probabilities were perfectly calibrated, on as many samples.
+
+    mean and quantile of metric(p, y*), y* ~ p for every row, over a number of draws.
+
+    With num_samples the rows are drawn too, with replacement: how large a test set must be for an error to be seen.
+    Nothing below `high` can be told from perfect by that metric.
+
+    >>> import torch
+    >>> noise_floor(torch.full((1000, 2), 0.5)).mean < 0.03 < noise_floor(torch.full((100, 2), 0.5)).mean
+    True
+
+    Reference: Bröcker, Smith, Weather and Forecasting 2007 (consistency resampling).
+    """
     values = _check.probs(probs).detach()
-    generator = torch.Generator().manual_seed(seed)
     size = len(values) if num_samples is None else _check.whole(num_samples, "num_samples")
+    if not len(values):
+        raise ValueError("there is nothing to draw labels from: 0 rows of probs came; pass those of a test set.")
+    generator = torch.Generator().manual_seed(seed)
     cumulated = values.double().clamp(min=0).cumsum(dim=1)
     found = []
     for _ in range(_check.whole(draws, "draws")):
-        rows = None if num_samples is None else torch.randint(len(values), (size,), generator=generator)
-        some, steps = (values, cumulated) if rows is None else (values[rows], cumulated[rows])
-        found.append(metric(some, _drawn_labels(steps, generator)))
+        if num_samples is None:
+            found.append(metric(values, _drawn_labels(cumulated, generator)))
+        else:
+            rows = torch.randint(len(values), (size,), generator=generator).to(values.device)
+            found.append(metric(values[rows], _drawn_labels(cumulated[rows], generator)))
     drawn = torch.tensor(found, dtype=torch.float64)
     return NoiseFloor(float(drawn.mean()), float(drawn.quantile(_level(level))), level)
 
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """A metric in all resamples: as sums that are still to be evaluated, or as values if it is not one of ours."""
+    """A metric in all resamples, as sums that are still to be evaluated."""
 
-    statistic: Statistic | None
+    statistic: Statistic
     drawn: Tensor
     observed: Tensor
 
     @classmethod
     def of(cls, metric: Metric, probs: Array, labels: Array, resamples: int, seed: int) -> _Runs:
-        values, truth, _ = _check.scored(probs, labels)
+        values, _, _ = _check.scored(probs, labels)
         _check.whole(resamples, "resamples", least=2)
-        counts = resampled_weights(len(values), resamples, seed, values.device)
-        known = statistic(metric, probs, labels)
-        if known is not None:
-            observed = known.sums(values.new_ones(len(values), 1, dtype=torch.float64))
-            drawn = torch.cat([known.sums(weight) for weight in counts], dim=1)
-            return cls(known, drawn, observed)
-        everyone = torch.arange(len(values), device=values.device)
-        chosen = (everyone.repeat_interleave(column.long()) for weight in counts for column in weight.T)
-        found = [float(metric(values[rows], truth[rows])) for rows in chosen]
-        return cls(None, torch.tensor(found, dtype=torch.float64), values.new_zeros(0))
+        found = statistic(metric, probs, labels)
+        weights = resampled_weights(len(values), resamples, seed, values.device)
+        drawn = torch.cat([found.sums(weight) for weight in weights], dim=1)
+        return cls(found, drawn, found.sums(values.new_ones(len(values), 1, dtype=torch.float64)))
 
     def shapes(self) -> tuple[Tensor, Tensor]:
         """Gaps a model may have: the observed ones less their noise, and ones in proportion to the noise."""
-        assert self.statistic is not None
         gaps = self.observed[: self.statistic.num_gaps]
         spread = self.drawn[: len(gaps)].std(dim=1, keepdim=True)
         sign = gaps.sum().sign() if self.statistic.curve else gaps.sign()
@@ -155,8 +209,6 @@ class _Runs:
 
     def values(self, gaps: Tensor | None = None) -> Tensor:
         """The metric in each resample; with gaps, in resamples of a model that has these gaps."""
-        if self.statistic is None:
-            return self.drawn
         if gaps is None:
             return self.statistic.value(self.drawn)
         moved = self.drawn[: len(gaps)] - self.observed[: len(gaps)] + gaps
@@ -164,13 +216,11 @@ class _Runs:
 
     def truth(self, gaps: Tensor) -> float:
         """The metric of infinitely many samples of a model that has these gaps."""
-        assert self.statistic is not None
         value = self.statistic.noiseless or self.statistic.value
-        return float(value(torch.cat([gaps, self.observed[len(gaps) :]]))[0])
+        return min(1.0, float(value(torch.cat([gaps, self.observed[len(gaps) :]]))[0]))
 
     def below(self, gaps: Tensor) -> float:
         """Share of resamples in which a model of these gaps shows no more than was observed."""
-        assert self.statistic is not None
         return float((self.values(gaps) <= self.statistic.value(self.observed) * (1 + 1e-12)).double().mean())
 
     def scaled(self, gaps: Tensor, target: float) -> Tensor:
@@ -178,12 +228,20 @@ class _Runs:
         if self.below(0 * gaps) <= target or not gaps.any():
             return 0 * gaps
         low, high = 0.0, 1.0
-        while self.below(high * gaps) > target:
+        # A gap in a bin that many resamples leave empty may never get there.
+        while self.below(high * gaps) > target and self.truth(high * gaps) < 1:
             low, high = high, 2 * high
         while high - low > 1e-3 * high:
             middle = (low + high) / 2
             low, high = (middle, high) if self.below(middle * gaps) > target else (low, middle)
         return high * gaps
+
+
+def _measured(metric: Metric, probs: Array, labels: Array) -> float:
+    value = float(metric(probs, labels))
+    if not math.isfinite(value):
+        raise ValueError(f"the metric is {value} on these samples, so it has no interval; give nll a floor above 0.")
+    return value
 
 
 def _drawn_labels(cumulated: Tensor, generator: torch.Generator) -> Labels:
