@@ -35,7 +35,7 @@ types: $(VENV)/.test
 	@$(BIN)/python -m mypy
 
 evidence: $(VENV)/.test
-	@$(BIN)/python benchmarks/evidence.py $(ARGS)
+	@$(BIN)/python benchmarks/evidence.py $(or $(ARGS),../shared/data/logits)
 
 bench: $(VENV)/.test
 	@$(BIN)/python benchmarks/exact.py $(ARGS)
@@ -53,7 +53,7 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
 $(VENV)/.made: FORCE
 	@if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 		python=; \
-		for candidate in "$(PYTHON)" $(if $(PYTHON),,python3.13 python3.12 python3.11 python3); do \
+		for candidate in "$(PYTHON)" $(if $(PYTHON),,python3 python3.11 python3.12 python3.13); do \
 			if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 			then python=$$candidate; break; fi; \
 		done; \

@@ -211,7 +211,7 @@ def test_pages_are_really_run(tmp_path):
     page.write_text(PAGE.format(shown="3", command="--help"))
     assert run_page(page, tmp_path) == 3
     page.write_text(PAGE.format(shown="4", command="--help"))
-    with pytest.raises(pytest.fail.Exception, match="line 17"):
+    with pytest.raises(pytest.fail.Exception, match="line 18"):
         run_page(page, tmp_path)
     page.write_text(PAGE.format(shown="3", command="no-such-command"))
     with pytest.raises(AssertionError, match="no-such-command"):

@@ -159,13 +159,15 @@ def sample_weight(array: Array | None, *, num_samples: int) -> Tensor | None:
         weight = weight.expand(num_samples)
     if weight.shape != (num_samples,):
         raise ValueError(
-            f"sample_weight must be one number per row, shape ({num_samples},), but has shape {tuple(weight.shape)}: "
+            f"sample_weight must be one number per row, shape ({num_samples},), but has shape {tuple(weight.shape)}; "
             "pass one for every row. Sample weights must be 1D array or scalar."
         )
     if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()):
         raise ValueError("sample_weight must be finite and nonnegative, but some weights are not; drop those rows.")
     if not bool(weight.sum() > 0):
-        raise ValueError("sample_weight must have a positive sum, but every weight is zero; leave it out for equal ones.")
+        raise ValueError(
+            "sample_weight must have a positive sum, but every weight is zero; leave it out for equal ones."
+        )
     return weight
 
 
@@ -203,6 +205,29 @@ def choice(value: str, options: Iterable[str], name: str) -> str:
     return value
 
 
+def one_or_more(value: Any, kind: type, name: str, example: str) -> tuple[Any, ...]:
+    """One object of a kind, or several of them."""
+    values = (value,) if isinstance(value, kind) or not isinstance(value, Sequence) else tuple(value)
+    wrong = next((one for one in values if not isinstance(one, kind)), None)
+    if wrong is not None or not values:
+        raise TypeError(
+            f"{name} must be one or several objects such as {example}, but {'none' if wrong is None else repr(wrong)} "
+            f"came; pass {name}={example}."
+        )
+    return values
+
+
+def head_output(logits: Tensor, *, num_samples: int) -> Logits:
+    """(n, k) logits of several classes, as the rest of a network must give."""
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != num_samples or logits.shape[1] < 2:
+        came = f"one of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ValueError(
+            f"head must turn {num_samples} input(s) into a ({num_samples}, k) tensor of logits, but {came} came out; "
+            "pass a function of (n, ...) inputs, such as the last layers of the network."
+        )
+    return logits
+
+
 def _nearest(word: str, options: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(options), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -234,7 +259,9 @@ def _floating(array: Array, name: str) -> Tensor:
             try:
                 array = array.astype(float)
             except (TypeError, ValueError) as error:
-                raise type(error)(f"{name} must be numbers, but {error}; argument must be numbers.") from error
+                raise type(error)(
+                    f"{name} must be numbers, but {error} (argument must be numbers); pass integers or floats."
+                ) from error
     if isinstance(array, np.ndarray) and array.dtype.kind not in "fiub":
         kind = "complex ones came (Complex data not supported)" if array.dtype.kind == "c" else f"{array.dtype} came"
         raise ValueError(f"{name} must be real numbers, but {kind}; pass integers or floats.")

@@ -205,12 +205,7 @@ class GeneralizedNormal(Noise):
         return _with_hazard(t, self, self._log_cdf)
 
     def _log_cdf(self, t: Tensor) -> Tensor:
-        distance = t.abs() / self.scale
-        power = distance**self.beta
-        # Near 0 the density is flat, and the power of a steep noise underflows long before the distance does.
-        flat = torch.log1p(-distance / math.gamma(1 + 1 / self.beta))
-        inner = torch.finfo(t.dtype).eps
-        tail = torch.where(power < inner, flat, _log_gammaincc(1 / self.beta, power.clamp_min(inner))) - math.log(2)
+        tail = _log_gammaincc(1 / self.beta, self.beta * torch.log(t.abs() / self.scale)) - math.log(2)
         return torch.where(t < 0, tail, torch.log1p(-torch.exp(tail)))
 
     def _sample(self, source: _Source) -> Tensor:
@@ -250,7 +245,7 @@ class LogGamma(Noise):
         return _with_hazard(t, self, self._log_cdf)
 
     def _log_cdf(self, t: Tensor) -> Tensor:
-        return _log_gammaincc(self.shape, torch.exp(-(self.scale * t + self.mean)))
+        return _log_gammaincc(self.shape, -(self.scale * t + self.mean))
 
     def _sample(self, source: _Source) -> Tensor:
         # log G(a) = log G(a + 1) + log(U) / a: no underflow at small shapes.
@@ -280,8 +275,9 @@ def _with_hazard(t: Tensor, noise: Noise, log_cdf: Callable[[Tensor], Tensor]) -
     return result
 
 
-def _log_gammaincc(a: float, x: Tensor) -> Tensor:
-    """log Q(a, x), the upper regularised incomplete gamma function, where Q itself would underflow too."""
+def _log_gammaincc(a: float, log_x: Tensor) -> Tensor:
+    """log Q(a, x), the upper regularised incomplete gamma function, where Q or x itself would underflow too."""
+    x = torch.exp(log_x)
     shape = torch.full((), a, dtype=x.dtype, device=x.device)
     far = x > a + 6 * math.sqrt(a) + 10
     near = x.masked_fill(far, 1.0)
@@ -289,6 +285,8 @@ def _log_gammaincc(a: float, x: Tensor) -> Tensor:
     # Each of P and Q is accurate where it is the smaller one.
     log_q = torch.where(lower < 0.5, torch.log1p(-lower), torch.log(torch.special.gammaincc(shape, near)))
     log_q = torch.where(far, _log_tail(a, x.masked_fill(~far, a + 6 * math.sqrt(a) + 11)), log_q)
+    # P is x^a / Γ(a + 1) for a small x, and far from zero where a is small.
+    log_q = torch.where(x < torch.finfo(x.dtype).eps, torch.log1p(-torch.exp(a * log_x - math.lgamma(a + 1))), log_q)
     return log_q.masked_fill(x == math.inf, -math.inf)
 
 

@@ -62,9 +62,10 @@ def minimize(objective: Objective, scale: float, *, smooth: bool, coarse: Object
             stacklevel=4,
         )
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    if smooth:
-        return _refine_smooth(objective, low, high)
     found = Minimum(float(grid[best]), float(values[best]))
+    if smooth:
+        refined = _refine_smooth(objective, low, high)
+        return refined if coarse is not None or refined.value <= found.value else found
     for _ in range(3):
         grid = _log_grid(low, high, 17)
         values = _evaluate(objective, grid)

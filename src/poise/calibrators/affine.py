@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
-from poise import _check
 from poise._types import Labels, Logits
 from poise.calibrators.base import Calibrator
+from poise.calibrators.fitting import TINY, Map, Ridge, fit_map, fit_tuned, total_weight
 from poise.calibrators.temperature import TemperatureScaling
-
-REGULARIZERS = ("none", "odir")
-
-_TINY = 1e-6
-"""A ridge on what a method leaves free: separable data then have an optimum too, and shifts of a column one gauge."""
-
-_GRID = tuple(10.0**exponent for exponent in (2, 1, 0, -1, -2, -3, -4))
-"""Strengths of ODIR in units of parameters per sample, from next to no freedom to nearly all."""
-
-LossAndGrad = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class VectorScaling(Calibrator):
@@ -42,13 +28,13 @@ class VectorScaling(Calibrator):
     bias_: Tensor
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
-        temperature = _temperature(logits, labels, weight)
+        temperature = temperature_of(logits, labels, weight)
         scores = centered(logits.double()) / temperature
-        found = _fit_map(scores, labels, weight, _Ridge(_TINY, _TINY), matrix=False)
+        found = fit_map(scores, labels, weight, Ridge(TINY, TINY), matrix=False)
         self.weights_, self.bias_ = found.weights / temperature, found.bias
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
-        return torch.log_softmax(_Map(self.weights_, self.bias_)(centered(logits)), dim=1)
+        return torch.log_softmax(Map(self.weights_, self.bias_)(centered(logits)), dim=1)
 
 
 class MatrixScaling(Calibrator):
@@ -66,20 +52,20 @@ class MatrixScaling(Calibrator):
     bias_: Tensor
     strength_: float
 
-    def __init__(self, reg: str = "none", strength: float | None = None, num_folds: int = 5, seed: int = 0) -> None:
+    def __init__(self, reg: str = "none", strength: float | None = None, num_folds: int = 3, seed: int = 0) -> None:
         self.reg = reg
         self.strength = strength
         self.num_folds = num_folds
         self.seed = seed
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
-        temperature = _temperature(logits, labels, weight)
+        temperature = temperature_of(logits, labels, weight)
         scores = centered(logits.double()) / temperature
-        found, self.strength_ = _fit_tuned(scores, labels, weight, self.reg, self.strength, self.num_folds, self.seed)
+        found, self.strength_ = fit_tuned(scores, labels, weight, self.reg, self.strength, self.num_folds, self.seed)
         self.weights_, self.bias_ = found.weights / temperature, found.bias
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
-        return torch.log_softmax(_Map(self.weights_, self.bias_)(centered(logits)), dim=1)
+        return torch.log_softmax(Map(self.weights_, self.bias_)(centered(logits)), dim=1)
 
 
 class DirichletCalibration(Calibrator):
@@ -101,20 +87,20 @@ class DirichletCalibration(Calibrator):
     bias_: Tensor
     strength_: float
 
-    def __init__(self, reg: str = "odir", strength: float | None = None, num_folds: int = 5, seed: int = 0) -> None:
+    def __init__(self, reg: str = "odir", strength: float | None = None, num_folds: int = 3, seed: int = 0) -> None:
         self.reg = reg
         self.strength = strength
         self.num_folds = num_folds
         self.seed = seed
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
-        temperature = _temperature(logits, labels, weight)
+        temperature = temperature_of(logits, labels, weight)
         scores = torch.log_softmax(logits.double(), dim=1) / temperature
-        found, self.strength_ = _fit_tuned(scores, labels, weight, self.reg, self.strength, self.num_folds, self.seed)
+        found, self.strength_ = fit_tuned(scores, labels, weight, self.reg, self.strength, self.num_folds, self.seed)
         self.weights_, self.bias_ = found.weights / temperature, found.bias
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
-        return torch.log_softmax(_Map(self.weights_, self.bias_)(torch.log_softmax(logits, dim=1)), dim=1)
+        return torch.log_softmax(Map(self.weights_, self.bias_)(torch.log_softmax(logits, dim=1)), dim=1)
 
 
 class StructuredVectorScaling(Calibrator):
@@ -135,12 +121,12 @@ class StructuredVectorScaling(Calibrator):
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
         self.temperature_, self.uniform_, scores = _mixed(logits, labels, weight)
-        ridge = scores.shape[1] / _total(labels, weight)
-        self.weights_, self.bias_ = _fit_map(scores, labels, weight, _Ridge(ridge, ridge), matrix=False)
+        ridge = scores.shape[1] / total_weight(labels, weight)
+        self.weights_, self.bias_ = fit_map(scores, labels, weight, Ridge(ridge, ridge), matrix=False)
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
         scores = _mix(logits, self.temperature_, self.uniform_)
-        return torch.log_softmax(_Map(self.weights_, self.bias_)(scores), dim=1)
+        return torch.log_softmax(Map(self.weights_, self.bias_)(scores), dim=1)
 
 
 class StructuredMatrixScaling(Calibrator):
@@ -148,7 +134,7 @@ class StructuredMatrixScaling(Calibrator):
 
     T by likelihood, u = 1/(n + 1), M zero on its diagonal; then v, b and M minimize
     mean −log p_y + (k/n)(‖v‖² + ‖b‖²) + (k(k−1)/n) ‖M‖². Convex; keeps neither order nor accuracy (which mostly rises
-    a little). It can mend classes that are taken for each other, which no map of single scores can; with several hundred
+    a little). It can mend classes that are taken for each other, which no map of single scores can; with some hundred
     classes the ridge leaves M next to nothing, and `StructuredVectorScaling` gives the same for less. A fit costs some
     tens of products of an (n, k) by a (k, k) matrix: a second at 10 classes, half a minute at 1,000.
 
@@ -162,135 +148,13 @@ class StructuredMatrixScaling(Calibrator):
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
         self.temperature_, self.uniform_, scores = _mixed(logits, labels, weight)
-        ridge = scores.shape[1] / _total(labels, weight)
-        penalty = _Ridge(ridge, ridge, ridge * (scores.shape[1] - 1))
-        self.weights_, self.bias_ = _fit_map(scores, labels, weight, penalty, matrix=True)
+        ridge = scores.shape[1] / total_weight(labels, weight)
+        penalty = Ridge(ridge, ridge, ridge * (scores.shape[1] - 1))
+        self.weights_, self.bias_ = fit_map(scores, labels, weight, penalty, matrix=True)
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
         scores = _mix(logits, self.temperature_, self.uniform_)
-        return torch.log_softmax(_Map(self.weights_, self.bias_)(scores), dim=1)
-
-
-class _Map(NamedTuple):
-    """x → W x + b; (k,) weights are a diagonal."""
-
-    weights: Tensor
-    bias: Tensor
-
-    def __call__(self, scores: Logits) -> Logits:
-        weights, bias = self.weights.to(scores), self.bias.to(scores)
-        return scores * weights + bias if weights.ndim == 1 else torch.addmm(bias, scores, weights.T)
-
-
-class _Ridge(NamedTuple):
-    """Factors of the squares of b, of W's diagonal less 1, and of the rest of W."""
-
-    bias: float
-    diagonal: float
-    others: float = 0.0
-
-
-def _fit_map(
-    scores: Logits,
-    labels: Labels,
-    weight: Tensor | None,
-    ridge: _Ridge,
-    *,
-    matrix: bool,
-    start: _Map | None = None,
-    max_steps: int = 500,
-) -> _Map:
-    """The map that minimizes the mean −log softmax(W x + b)_y and a ridge towards the identity."""
-    num_classes = scores.shape[1]
-    one = torch.ones(num_classes).to(scores)
-    identity = _Map(torch.diag(one) if matrix else one, torch.zeros_like(one))
-    center = torch.cat([part.flatten() for part in identity])
-    diagonal = torch.full_like(one, ridge.diagonal)
-    own = torch.full_like(identity.weights, ridge.others).fill_diagonal_(ridge.diagonal) if matrix else diagonal
-    penalty = torch.cat([own.flatten(), torch.full_like(one, ridge.bias)])
-    share = (torch.ones_like(labels) if weight is None else weight).to(scores) / _total(labels, weight)
-    rows = torch.arange(len(labels), device=labels.device)
-
-    def unpacked(theta: Tensor) -> _Map:
-        return _Map(theta[:-num_classes].view(identity.weights.shape), theta[-num_classes:])
-
-    def loss_and_grad(theta: Tensor) -> tuple[Tensor, Tensor]:
-        log_prob = torch.log_softmax(unpacked(theta)(scores), dim=1)
-        loss = -torch.dot(share, log_prob[rows, labels])
-        residual = log_prob.exp_()
-        residual[rows, labels] -= 1
-        residual *= share[:, None]
-        slope = (residual.T @ scores).flatten() if matrix else (residual * scores).sum(0)
-        away = theta - center
-        gradient = torch.cat([slope, residual.sum(0)]) + 2 * penalty * away
-        return loss + torch.dot(penalty, away.square()), gradient
-
-    # The curvature at the identity sets the units: a ridge of 1 and one of 1,000 in the same steps.
-    prob = torch.softmax(scores, dim=1)
-    spread = prob * (1 - prob) * share[:, None]
-    curve = (spread.T @ scores.square()).flatten() if matrix else (spread * scores.square()).sum(0)
-    curvature = torch.cat([curve, spread.sum(0)]) + 2 * penalty
-    unit = (curvature + 1e-2 * curvature.mean() + _TINY).rsqrt()
-    first = center if start is None else torch.cat([part.flatten() for part in start])
-    return unpacked(_minimize(loss_and_grad, first, unit=unit, max_steps=max_steps))
-
-
-def _fit_tuned(
-    scores: Logits,
-    labels: Labels,
-    weight: Tensor | None,
-    reg: str,
-    strength: float | None,
-    num_folds: int,
-    seed: int,
-) -> tuple[_Map, float]:
-    """The matrix map under no penalty, or under ODIR of a given or a cross-validated strength; and the strength."""
-    _check.choice(reg, REGULARIZERS, "reg")
-    _check.whole(num_folds, "num_folds", least=2)
-    _check.whole(seed, "seed", least=0)
-    if strength is not None:
-        _check.positive(strength, "strength")
-    if reg == "none":
-        return _fit_map(scores, labels, weight, _Ridge(_TINY, _TINY, _TINY), matrix=True), 0.0
-    if strength is None:
-        strength = _cross_validated(scores, labels, weight, num_folds, seed)
-    ridge = _odir(strength, scores.shape[1], _total(labels, weight))
-    return _fit_map(scores, labels, weight, ridge, matrix=True), float(strength)
-
-
-def _cross_validated(scores: Logits, labels: Labels, weight: Tensor | None, num_folds: int, seed: int) -> float:
-    ...
-
-
-def _odir(strength: float, num_classes: int, total: float) -> _Ridge:
-    bias = strength * num_classes / total
-    return _Ridge(bias, _TINY, bias * (num_classes - 1))
-
-
-def _minimize(
-    loss_and_grad: LossAndGrad,
-    start: Tensor,
-    *,
-    unit: Tensor | None = None,
-    bounds: tuple[float, float] | None = None,
-    max_steps: int = 500,
-) -> Tensor:
-    """L-BFGS with exact gradients in float64, in coordinates of the given unit, optionally within bounds of all."""
-    unit = torch.ones_like(start) if unit is None else unit
-
-    def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
-        loss, gradient = loss_and_grad(torch.from_numpy(theta).to(start.device) * unit)
-        return float(loss), (gradient * unit).cpu().numpy()
-
-    found = minimize(
-        objective,
-        (start / unit).cpu().numpy(),
-        jac=True,
-        method="L-BFGS-B",
-        bounds=bounds,
-        options={"maxiter": max_steps, "maxfun": 2 * max_steps, "maxcor": 20, "ftol": 1e-13, "gtol": 1e-8},
-    )
-    return torch.from_numpy(found.x).to(start) * unit
+        return torch.log_softmax(Map(self.weights_, self.bias_)(scores), dim=1)
 
 
 def centered(logits: Logits) -> Logits:
@@ -298,18 +162,14 @@ def centered(logits: Logits) -> Logits:
     return logits - logits.mean(dim=1, keepdim=True)
 
 
-def _total(labels: Labels, weight: Tensor | None) -> float:
-    return float(len(labels) if weight is None else weight.sum())
-
-
-def _temperature(logits: Logits, labels: Labels, weight: Tensor | None) -> float:
+def temperature_of(logits: Logits, labels: Labels, weight: Tensor | None) -> float:
     scaling = TemperatureScaling()
     scaling._fit(logits, labels, weight, None)
     return scaling.temperature_
 
 
 def _mixed(logits: Logits, labels: Labels, weight: Tensor | None) -> tuple[float, float, Logits]:
-    temperature, uniform = _temperature(logits, labels, weight), 1 / (_total(labels, weight) + 1)
+    temperature, uniform = temperature_of(logits, labels, weight), 1 / (total_weight(labels, weight) + 1)
     return temperature, uniform, _mix(logits.double(), temperature, uniform)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from poise import _arrays, _check
-from poise._types import Array, Inputs, Labels, Logits
+from poise._types import Array, Inputs, Labels, Logits, Probs
 
 CALIBRATORS: dict[str, type[Calibrator]] = {}
 """Every calibrator by its class's name: what files are read with, and what tests walk."""
@@ -65,17 +66,16 @@ class Calibrator(ClassifierMixin, BaseEstimator, ABC):
 
     def predict_proba(self, logits: Array, *, features: Array | None = None) -> Any:
         """(n, k) probabilities, of the kind, dtype and device the logits came in."""
-        return _arrays.like(torch.exp(self._checked_log_prob(logits, features)), logits)
+        return _arrays.like(self._on_checked(self._prob, logits, features), logits)
 
     def predict_log_proba(self, logits: Array, *, features: Array | None = None) -> Any:
         """(n, k) log-probabilities, exact where a probability would round to zero."""
-        return _arrays.like(self._checked_log_prob(logits, features), logits)
+        return _arrays.like(self._on_checked(self._log_prob, logits, features), logits)
 
     def predict(self, logits: Array, *, features: Array | None = None) -> Any:
         """The class with the highest probability: column numbers as the logits' kind of array, or class names."""
-        log_prob = self._checked_log_prob(logits, features)
-        columns = log_prob.argmax(1)
-        if self.keeps_order:
+        columns = self._on_checked(self._log_prob, logits, features).argmax(1)
+        if self._keeps_order():
             # Probabilities that round to the same number must not decide what the logits tell apart.
             columns = self._check_inputs(logits, len(self.classes_))[0].argmax(1)
         if self.classes_.dtype.kind in "iu" and bool((self.classes_ == np.arange(len(self.classes_))).all()):
@@ -94,6 +94,13 @@ class Calibrator(ClassifierMixin, BaseEstimator, ABC):
     @abstractmethod
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits: ...
 
+    def _prob(self, logits: Logits, features: Tensor | None) -> Probs:
+        return torch.exp(self._log_prob(logits, features))
+
+    def _keeps_order(self) -> bool:
+        """What `keeps_order` says of the method, of this one as it was fitted."""
+        return self.keeps_order
+
     def _check_inputs(self, logits: Array, num_classes: int | None = None) -> tuple[Inputs, int]:
         scores = _check.logits(logits, num_classes=num_classes)
         return scores, scores.shape[1]
@@ -107,7 +114,12 @@ class Calibrator(ClassifierMixin, BaseEstimator, ABC):
             )
         return None
 
-    def _checked_log_prob(self, logits: Array, features: Array | None) -> Logits:
+    def _on_checked(
+        self, method: Callable[[Inputs, Tensor | None], Tensor], logits: Array, features: Array | None
+    ) -> Tensor:
         check_is_fitted(self)
         inputs, _ = self._check_inputs(logits, len(self.classes_))
-        return self._log_prob(inputs, self._check_features(features, len(inputs)))
+        features = self._check_features(features, len(inputs))
+        if len(inputs) == 0:
+            return inputs.new_zeros(0, len(self.classes_))
+        return method(inputs, features)

@@ -10,7 +10,7 @@ from torch import Tensor
 from poise import _check, search
 from poise._types import Labels, Logits
 from poise.calibrators.base import Calibrator
-from poise.calibrators.criteria import CRITERIA, PROPER, criterion_value
+from poise.calibrators.criteria import CRITERIA, PROPER, criterion_value, weighted_mean
 
 
 class TemperatureScaling(Calibrator):
@@ -39,10 +39,15 @@ class TemperatureScaling(Calibrator):
         _check.choice(self.criterion, CRITERIA, "criterion")
         scores = logits.double()
 
+        def value(temperature: float) -> float:
+            log_prob = torch.log_softmax(scores / temperature, dim=1)
+            if self.criterion == "nll":
+                # Without a floor, under which clipped scores could hide by a temperature near zero.
+                return -float(weighted_mean(log_prob.gather(1, labels[:, None])[:, 0], weight))
+            return criterion_value(self.criterion, log_prob.exp(), labels, weight)
+
         def objective(temperatures: Sequence[float]) -> list[float]:
-            return [
-                criterion_value(self.criterion, torch.softmax(scores / t, dim=1), labels, weight) for t in temperatures
-            ]
+            return [value(temperature) for temperature in temperatures]
 
         smooth = self.criterion in PROPER
         self.temperature_ = search.minimize(objective, search.margin_scale(scores, weight) / 4, smooth=smooth).argument

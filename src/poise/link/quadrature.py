@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from poise.link.smooth import nodes_and_weights, two_class_tail, widest_gap
+from poise.link.smooth import nodes_and_weights, split, widest_gap
 from poise.noise import Noise
 
 FAINTEST = -80.0
@@ -30,24 +30,17 @@ def log_prob(gaps: Tensor, noise: Noise, at: Tensor) -> Tensor:
     """log C at the gaps `at` (n, m) of rows whose classes have the gaps `gaps` (n, k); float64, differentiable."""
     u, log_weight = _panels(gaps.detach(), noise)
     log_largest = noise.log_cdf(u[:, None, :] + gaps[..., None]).sum(1)
-    widest = _widest(noise)
-    t = u[:, None, :] + at.clamp(max=widest)[..., None]
+    near, far = split(at, gaps, noise, widest_gap(noise, FAINTEST))
+    t = u[:, None, :] + near[..., None]
     log_hazard = noise.log_pdf(t) - noise.log_cdf(t)
     on_panels = torch.logsumexp(log_hazard + (log_largest + log_weight)[:, None, :], dim=-1)
-    beyond = two_class_tail(at.clamp_min(widest), noise) - two_class_tail(at.new_tensor(widest), noise)
-    return on_panels + beyond
+    return on_panels + far
 
 
 def numbers_per_row(noise: Noise, num_classes: int) -> int:
     """Working memory: a few numbers for each class at each node."""
-    _widest(noise)
     num_panels = len(_edges(noise)) + _CUT_CLASSES * len(noise.knots)
     return 6 * num_classes * num_panels * _PANEL_NODES
-
-
-@functools.lru_cache(maxsize=32)
-def _widest(noise: Noise) -> float:
-    return widest_gap(noise, FAINTEST)
 
 
 @functools.lru_cache(maxsize=32)
@@ -57,6 +50,7 @@ def _edges(noise: Noise) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def gauss_legendre(num_nodes: int) -> tuple[Tensor, Tensor]:
     """Nodes and weights on [0, 1]."""
     x, w = np.polynomial.legendre.leggauss(num_nodes)

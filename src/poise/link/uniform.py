@@ -52,13 +52,15 @@ def _curve(at: Tensor, near: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
     num_nodes = min(_MOST_NODES, math.ceil(near.shape[1] / 2))
     x, w = (values.to(near) for values in gauss_legendre(num_nodes))
     # The top's gap is zero, but the lower end must move with it for the gradient to be right.
-    edges = torch.cat([1 - cuts, -1 - near[:, :1]], dim=1).flip(1)
+    start = -1 - near[:, :1]
+    edges = torch.cat([torch.where(1 - cuts > start, 1 - cuts, start), start], dim=1).flip(1)
     width = edges.diff(dim=1)[..., None]
     u = (edges[:, :-1, None] + width * x).flatten(1)
     weight = (width * w).flatten(1)
     # Panels of no width are those of classes out of reach and of equal gaps; their nodes could be at F = 0.
-    u = torch.where(weight > 0, u, 0)
-    log_weight = torch.where(weight > 0, weight, 1).log().masked_fill(weight <= 0, -math.inf)
+    wide = (weight > 0) & (u > -1)
+    u = torch.where(wide, u, 0)
+    log_weight = torch.where(wide, weight, 1).log().masked_fill(~wide, -math.inf)
     log_mass = _log_largest(u, near) + log_weight
     t = u[:, None, :] + at[..., None]
     log_terms = (log_mass[:, None, :] - torch.log(t + 1)).masked_fill(t > 1, -math.inf)

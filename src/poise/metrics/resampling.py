@@ -94,8 +94,8 @@ def _called(metric: Metric, probs: Array, labels: Array) -> Statistic:
 def _mean(each: Callable[..., Tensor]) -> Callable[..., Statistic]:
     def build(probs: Array, labels: Array, **options: Any) -> Statistic:
         values, truth, _ = _check.scored(probs, labels)
-        row = each(values, truth, **options)[None] / len(values)
-        return Statistic(lambda weight: row @ weight, lambda sums: sums[0], mean=True)
+        row = each(values, truth, **options)[None]
+        return Statistic(lambda weight: row @ weight / len(values), lambda sums: sums[0], mean=True)
 
     return build
 
@@ -188,7 +188,7 @@ def _smooth(probs: Array, labels: Array) -> Statistic:
     """The curve smoothed by the width of the full sample, and from there one step to the width of each resample."""
     confidence, correct, _, _ = top_label(probs, labels)
     residual = confidence.double() - correct.double()
-    width = max(unbinned.smooth_ece(probs, labels), 1e-3)
+    width = max(unbinned.smooth_ece(probs, labels) or 1.0, 2e-3)
     # Waves beyond these are damped below 1e-19; nodes lie a quarter of the width apart.
     num_waves, num_nodes = math.ceil(3 / width), math.ceil(4 / width)
     steps = math.pi * torch.arange(num_waves, dtype=torch.float64, device=residual.device)

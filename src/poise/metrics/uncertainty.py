@@ -113,9 +113,11 @@ def paired_difference(
     where D* and D° are the resampled and the true difference of models that have the gaps of `interval`'s corrected
     value. The p-value is the larger one of the two. Either alone rejects equal models far too often.
 
-    Of two calibration errors that are equal but unlike (one over-, one underconfident) it found a difference in up to a
-    tenth of the simulations at level .95, usually fewer. Where one error is near its noise floor the size of a true
-    difference is understated, and the interval may miss it on the side of zero; its sign can be trusted.
+    A test of no difference more than an interval for its size. In simulations at level .95, on 2,000 and 10,000 samples,
+    two nearly equal errors (one model over-, one underconfident) were told apart in 0 to .12 of the cases, with the wrong
+    sign in .03 at most. Where one error is near its noise floor the size is understated, most with many small bins: the
+    interval then missed the true difference on the side of zero in up to .8 of the cases (`adaptive_ece`,
+    `classwise_ece`). For means (nll, brier, accuracies) none of this arises.
 
     >>> import torch
     >>> confidence = torch.linspace(0.5, 1, 2000)

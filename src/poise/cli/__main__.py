@@ -1,0 +1,5 @@
+"""`python -m poise.cli`."""
+
+from poise.cli import main
+
+main()
