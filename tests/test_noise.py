@@ -35,7 +35,7 @@ def inside(noise: Noise) -> torch.Tensor:
 @pytest.mark.parametrize("noise", reference.NOISES + STEEP, ids=str)
 def test_logarithms_are_right_far_into_both_tails(noise, dtype):
     size = 10.0 ** np.arange(-3, 2.1 if dtype == f64 else 1.6, 0.25)
-    t = torch.from_numpy(np.concatenate([-size, [0.0, -1.7, -0.999, 0.999, 1.7], size])).to(dtype)
+    t = torch.from_numpy(np.concatenate([-size, [0.0, -1.7, -0.999, 0.999, 1.7], size])).float().to(dtype)
     exact = torch.tensor([reference.exact_logs(noise, x) for x in t.tolist()], dtype=f64)
     # A tail e^-x keeps x times fewer digits than x.
     rtol = 1e-12 if dtype == f64 else 2e-5

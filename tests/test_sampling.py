@@ -19,6 +19,10 @@ NOISES = [Gaussian(), Uniform(), Gumbel(), Logistic(), Laplace(), GeneralizedNor
 GAUSSIAN = Additive(Gaussian())
 
 
+def moved(x, strength):
+    return x + strength * torch.rand_like(x)
+
+
 def logits(num_samples=150, num_classes=4, seed=0):
     return torch.randn(num_samples, num_classes, generator=torch.Generator().manual_seed(seed)) * 2
 
@@ -70,7 +74,7 @@ def test_rows_and_draws_and_seeds_are_different():
 
 
 @pytest.mark.parametrize(
-    "neighbors", [*map(Additive, NOISES), Augmented(lambda x, s: x + s * torch.rand_like(x))], ids=repr
+    "neighbors", [*map(Additive, NOISES), Augmented(moved)], ids=lambda one: repr(getattr(one, "noise", "augmented"))
 )
 def test_the_draws_are_the_same_at_every_strength(neighbors):
     """Several strengths at once, or each by itself: not a bit of difference."""

@@ -326,10 +326,10 @@ def test_the_greedy_search_equals_the_slow_one(seed):
     logits, labels = sample(n=250, k=6, seed=seed, temperature=torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0]).numpy())
     calibrator = ClasswiseTemperatureScaling("ece").fit(logits, labels)
     temperatures, error = greedy_reference(logits, labels)
-    np.testing.assert_allclose(calibrator.temperatures_, temperatures, rtol=1e-9)
-    assert metrics.ece(calibrator.predict_proba(logits), labels) == pytest.approx(error, abs=1e-9)
+    np.testing.assert_allclose(calibrator.temperatures_, temperatures, rtol=1e-6)
+    assert metrics.ece(calibrator.predict_proba(logits), labels) == pytest.approx(error, abs=1e-6)
     common = TemperatureScaling("ece").fit(logits, labels)
-    assert error <= metrics.ece(common.predict_proba(logits), labels)
+    assert error <= metrics.ece(common.predict_proba(logits), labels) + 1e-9
 
 
 def test_the_network_of_the_paper_by_class():

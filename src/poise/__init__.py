@@ -4,7 +4,20 @@ p_k(x) = E_z [ g_k( h( x ⊕ ε z ) ) ]
 """
 
 from poise import io, link, metrics, neighbors, noise, readout, sampling
-from poise.calibrators import ConsistencyCalibration, SampledConsistency, TemperatureScaling, paper_consistency
+from poise.calibrators import (
+    ClasswiseTemperatureScaling,
+    ConsistencyCalibration,
+    DirichletCalibration,
+    EnsembleTemperatureScaling,
+    MatrixScaling,
+    ParameterizedTemperatureScaling,
+    SampledConsistency,
+    StructuredMatrixScaling,
+    StructuredVectorScaling,
+    TemperatureScaling,
+    VectorScaling,
+    paper_consistency,
+)
 from poise.io import Scores, load, read_scores, save, write_scores
 from poise.link import Link
 from poise.neighbors import Additive, Augmented
@@ -16,11 +29,19 @@ __all__ = [
     "Additive",
     "Augmented",
     "BoundWarning",
+    "ClasswiseTemperatureScaling",
     "ConsistencyCalibration",
+    "DirichletCalibration",
+    "EnsembleTemperatureScaling",
     "Link",
+    "MatrixScaling",
+    "ParameterizedTemperatureScaling",
     "SampledConsistency",
     "Scores",
+    "StructuredMatrixScaling",
+    "StructuredVectorScaling",
     "TemperatureScaling",
+    "VectorScaling",
     "io",
     "link",
     "load",

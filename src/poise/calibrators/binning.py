@@ -29,8 +29,7 @@ class _Binned(Calibrator):
     edges_: Tensor
     rates_: Tensor
 
-    @property
-    def keeps_order(self) -> bool:  # type: ignore[override]
+    def _keeps_order(self) -> bool:
         return self.mode == "top_label"
 
     @torch.no_grad()
@@ -83,8 +82,8 @@ class BayesianBinning(_Binned):
     """BBQ: the average over many binnings into quantiles, each weighted by how probable it makes the labels.
 
     p → Σ_B P(B | labels) (m_b + α_b)/(n_b + N'/B), where b is the bin of p in the binning with B quantile bins, m_b of
-    n_b samples came true, and the prior of the rate is Beta(α_b, β_b) with mean the bin's midpoint and total N'/B, N' = 2.
-    B runs from n^⅓/10 to 10·n^⅓, at most n/5; all in logarithms of Γ.
+    n_b samples came true, and the rate's prior is Beta(α_b, β_b) with the bin's midpoint as mean and α_b + β_b = N'/B,
+    N' = 2. B runs from n^⅓/10 to 10·n^⅓, at most n/5; all in logarithms of Γ.
 
     The modes, what they keep and what they cost in accuracy are those of `HistogramBinning`; the average is smoother
     and never exactly zero. Needs no features. A fit costs a sort per class and some thousand bin counts; the learned
@@ -133,7 +132,7 @@ class _Ranking:
 
 
 class _Binning:
-    """Each row cut into `size` bins of about equal weight: the edges' places, posterior mean rates, and the evidence."""
+    """Each row cut into `size` bins of about equal weight: the edges' places, posterior mean rates and evidence."""
 
     def __init__(self, ranking: _Ranking, size: int) -> None:
         total = ranking.reached[:, -1:]

@@ -98,8 +98,7 @@ class _Search:
         """All sums afresh, once per sweep, lest rounding add up."""
         self.scaled = self.scores / self.factors
         self.first, self.second = self._leaders(slice(None))
-        self.reference = self.first[0].clone()
-        self.total = torch.exp(self.scaled - self.reference[:, None]).sum(1)
+        self.total = torch.logsumexp(self.scaled, dim=1)
         self.best = float(self._ece(self.first[0][None], self.total[None], self.first[1][None])[0])
 
     def _leaders(self, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -117,10 +116,10 @@ class _Search:
         leads = self.first[1] == column
         other = torch.where(leads, self.second[0], self.first[0])
         rival = torch.where(leads, self.second[1], self.first[1])
-        # What is left cannot be less than its greatest term, whatever cancels.
-        rest = self.total - torch.exp(self.scaled[:, column] - self.reference)
-        rest = torch.maximum(rest, torch.exp(other - self.reference))
-        totals = rest + torch.exp(own - self.reference)
+        # log Σ of the others, by subtraction; it cannot be less than their greatest term, whatever cancels.
+        share = torch.exp(self.scaled[:, column] - self.total).clamp(max=1)
+        rest = torch.maximum(self.total + torch.log1p(-share), other)
+        totals = torch.logaddexp(rest, own)
         errors = self._ece(torch.maximum(own, other), totals, torch.where(own > other, column, rival))
         chosen = int(errors.argmin())
         if not float(errors[chosen]) < self.best - 1e-12:
@@ -136,7 +135,7 @@ class _Search:
 
     def _ece(self, top: Tensor, totals: Tensor, columns: Tensor) -> Tensor:
         """(c,) the ECE, 15 bins (lo, hi], of c candidates for the confidence and the predicted class of every row."""
-        confidence = torch.exp(top - self.reference) / totals
+        confidence = torch.exp(top - totals)
         index = (torch.ceil(confidence * 15) - 1).clamp(0, 14).long()
         index += 15 * torch.arange(len(top), device=top.device)[:, None]
         gap = ((columns == self.labels).to(totals) - confidence) * self.share

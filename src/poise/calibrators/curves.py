@@ -55,8 +55,7 @@ class IsotonicCalibration(Calibrator):
     def __init__(self, mode: str = "one_vs_rest") -> None:
         self.mode = mode
 
-    @property
-    def keeps_order(self) -> bool:  # type: ignore[override]
+    def _keeps_order(self) -> bool:
         return self.mode == "multiclass"
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
@@ -182,7 +181,8 @@ def _bounded_logistic(design: Tensor, hits: Tensor, weight: Tensor, max_steps: i
         scores = (theta[:, None] @ columns)[:, 0]
         rate = torch.sigmoid(scores)
         gradient = (columns @ ((rate - hit) * weight)[:, :, None])[:, :, 0] + theta - identity
-        curvature = (columns * (rate * (1 - rate) * weight)[:, None]) @ columns.transpose(1, 2) + torch.eye(3).to(design)
+        spread = (rate * (1 - rate) * weight)[:, None]
+        curvature = (columns * spread) @ columns.transpose(1, 2) + torch.eye(3).to(design)
         step = _step_in_bounds(theta, gradient, curvature)
         promised = -(gradient * step).sum(1)
         going = promised > 1e-12 * weight.sum()
@@ -190,9 +190,7 @@ def _bounded_logistic(design: Tensor, hits: Tensor, weight: Tensor, max_steps: i
         if len(rows) == 0:
             break
 
-        def loss(
-            theta: Tensor, columns: Tensor = columns[going], hit: Tensor = hit[going]
-        ) -> Tensor:
+        def loss(theta: Tensor, columns: Tensor = columns[going], hit: Tensor = hit[going]) -> Tensor:
             scores = (theta[:, None] @ columns)[:, 0]
             misfit = (torch.nn.functional.softplus(scores) - hit * scores) @ weight
             return misfit + (theta - identity).square().sum(1) / 2

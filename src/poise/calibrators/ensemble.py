@@ -70,28 +70,39 @@ def _best_by_likelihood(tempered: Logits, raw: Logits, labels: Labels, share: Te
     top = true.max(dim=1, keepdim=True).values
     ratio = torch.exp(true - top)
 
-    def climbed(mixture: Tensor) -> Tensor:
-        for _ in range(300):
-            updated = mixture * (share @ (ratio / (ratio @ mixture)[:, None]))
-            done = bool((updated - mixture).abs().max() < 1e-8)
-            mixture = updated / updated.sum()
-            if done:
-                break
-        return mixture
-
-    mixture = climbed(torch.full_like(ratio[0], 1 / 3))
-    # EM only creeps towards a weight of zero; where the likelihood falls with a small weight, zero is the optimum.
-    pull = share @ (ratio / (ratio @ mixture)[:, None])
-    kept = (mixture > 1e-2) | (pull >= 1)
-    if not bool(kept.all()):
-        rest = mixture * kept
-        rest = climbed(rest / rest.sum())
-        mixture = min(mixture, rest, key=lambda one: _mean_loss(ratio, one, share))
-    return _mean_loss(ratio, mixture, share) - float(share @ top[:, 0]), mixture
+    mixture = torch.full_like(ratio[0], 1 / 3)
+    loss = _cone_loss(ratio, mixture, share)
+    for _ in range(100):
+        updated = _newton_step(ratio, mixture, share, loss)
+        gain = loss - _cone_loss(ratio, updated, share)
+        if gain > 0:
+            mixture, loss = updated, loss - gain
+        if not gain > 1e-13:
+            break
+    mixture = mixture / mixture.sum()
+    return _cone_loss(ratio, mixture, share) - 1 - float(share @ top[:, 0]), mixture
 
 
-def _mean_loss(ratio: Tensor, mixture: Tensor, share: Tensor) -> float:
-    return -float(share @ torch.log(ratio @ mixture))
+def _cone_loss(ratio: Tensor, mixture: Tensor, share: Tensor) -> float:
+    """Mean −log of the mixture + Σ w: its minimum over all w ≥ 0 has Σ w = 1, so that only signs are to be minded."""
+    return float(mixture.sum() - share @ torch.log(ratio @ mixture))
+
+
+def _newton_step(ratio: Tensor, mixture: Tensor, share: Tensor, loss: float) -> Tensor:
+    """A Newton step among the weights not held at 0, cut to w ≥ 0; where it gains nothing, a step of EM, which does."""
+    mixed = ratio @ mixture
+    pull = share @ (ratio / mixed[:, None])
+    free = ((mixture > 0) | (pull > 1)).nonzero()[:, 0]
+    scaled = ratio[:, free] * (share.sqrt() / mixed)[:, None]
+    curvature = scaled.T @ scaled
+    # Two components may be the same, at T = 1 for one.
+    curvature += 1e-10 * curvature.diagonal().mean() * torch.eye(len(free)).to(curvature)
+    direction = torch.zeros_like(mixture).index_copy_(0, free, torch.linalg.solve(curvature, (pull - 1)[free]))
+    for length in (1.0, 0.5, 0.25, 0.1, 0.02):
+        updated = (mixture + length * direction).clamp(min=0)
+        if _cone_loss(ratio, updated, share) < loss:
+            return updated
+    return mixture * pull
 
 
 def _best_by_square(tempered: Logits, raw: Logits, labels: Labels, share: Tensor) -> tuple[float, Tensor]:
@@ -103,10 +114,12 @@ def _best_by_square(tempered: Logits, raw: Logits, labels: Labels, share: Tensor
         parts.append((error * share.sqrt()[:, None]).flatten())
     # As Σ w = 1, the error of the mixture is the mixture of the errors.
     gram = torch.stack([torch.stack([torch.dot(one, other) for other in parts]) for one in parts])
+    # Two components may be the same, at T = 1 for one. (No lstsq: its last digits change from run to run.)
+    firm = gram + 1e-12 * gram.diagonal().mean() * torch.eye(3).to(gram)
     best, best_loss = torch.eye(3).to(gram)[0], float(gram[0, 0])
     for size in (1, 2, 3):
         for face in map(list, itertools.combinations(range(3), size)):
-            solution = torch.linalg.lstsq(gram[face][:, face], torch.ones(size).to(gram)[:, None]).solution[:, 0]
+            solution = torch.linalg.solve(firm[face][:, face], torch.ones(size).to(gram))
             mixture = torch.zeros_like(best).index_copy_(0, torch.tensor(face, device=gram.device), solution)
             mixture = mixture / mixture.sum()
             loss = float(mixture @ gram @ mixture)

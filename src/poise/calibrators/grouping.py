@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 from scipy.interpolate import CubicHermiteSpline
-from scipy.optimize import minimize
 from torch import Tensor
 
 from poise import _check
 from poise._types import Labels, Logits
 from poise.calibrators.base import Calibrator
+from poise.calibrators.fitting import minimize
+from poise.calibrators.order import differentiated
 from poise.calibrators.reduction import in_order
-from poise.calibrators.temperature import TemperatureScaling
+from poise.calibrators.temperature import temperature_of
 
 BASES = ("temperature", "ets")
 
@@ -27,19 +27,22 @@ _REACH = 64.0
 class GroupCalibration(Calibrator):
     """1/U Σ_u p(z; group of f under partition u): the mean of calibrators of groups found in the features f.
 
-    Partition u is argmax_g W_u f. W_u, from a random start, minimizes the mean −log Σ_g softmax(W_u f)_g σ_y(z/τ_g) plus
-    `penalty` times the mean square of W_u; the gates and τ_g serve for that only. Then every hard group gets a base
+    Partition u is argmax_g W_u f. W_u minimizes, from a random start, mean −log Σ_g softmax(W_u f)_g σ_y(z/τ_g) plus
+    `penalty` times the mean square of W_u; these gates and τ_g serve for that only. Then every hard group gets a base
     calibrator by likelihood: its temperature, or with base="ets" w₁ softmax(z/T) + w₂ softmax(z) + w₃/k.
 
-    Each group is fitted as if it held one sample more, the mean of all: a group without samples has the global
-    calibrator, and one without errors a finite temperature. Keeps the order of the classes, so accuracy never changes.
+    With `split`, each partition learns its gates from a random half of the samples and its calibrators from the other:
+    as in the original protocol, which has two sets. Without, as in the public code that came after, groups fit noise:
+    with a thousand classes or features that is far worse than one temperature. Each group is fitted as if it held one
+    sample more, the mean of all: a group without samples has the global calibrator, one without errors a finite one.
 
-    Made for the penultimate features; without features it takes the logits (centred, in units of the temperature),
-    where all partitions find nearly the same groups. A fit costs 97 softmaxes and up to 100 passes over the features
-    per partition, a prediction one softmax per partition. Groups by chance fit noise in small validation sets.
+    Keeps the order of the classes, so accuracy never changes. Made for the penultimate features; without features it
+    takes the logits (less their mean, in units of the temperature), where the partitions are nearly the same. A fit
+    costs 97 softmaxes and up to 100 passes over the features per partition, a prediction a softmax per partition. A
+    row goes to one half whatever its weight.
 
     Reference: Yang, Zhan, Gan, Beyond Probability Partitions: Calibrating Neural Networks with Semantic Aware Grouping,
-    2023. Their ETS is fitted by squared error, and their two samples (for partitions and for groups) are one here.
+    2023 (their ETS is fitted by squared error, which is worse).
     """
 
     keeps_order = True
@@ -56,12 +59,14 @@ class GroupCalibration(Calibrator):
         num_groups: int = 2,
         base: str = "temperature",
         penalty: float = 0.1,
+        split: bool = True,
         seed: int = 0,
     ) -> None:
         self.num_partitions = num_partitions
         self.num_groups = num_groups
         self.base = base
         self.penalty = penalty
+        self.split = split
         self.seed = seed
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
@@ -74,9 +79,7 @@ class GroupCalibration(Calibrator):
             kept = weight > 0
             logits, labels, weight = logits[kept], labels[kept], weight[kept]
             features = None if features is None else features[kept]
-        scaling = TemperatureScaling()
-        scaling._fit(logits, labels, weight, None)
-        self.temperature_, self.uses_features_ = scaling.temperature_, features is not None
+        self.temperature_, self.uses_features_ = temperature_of(logits, labels, weight), features is not None
         positions = self._positions(logits, features)
         share = torch.ones(len(labels)).to(positions) if weight is None else weight
         share, total = share / share.sum(), float(share.sum())
@@ -84,15 +87,17 @@ class GroupCalibration(Calibrator):
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.num_partitions, self.num_groups, positions.shape[1])
         starts = (2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1) / math.sqrt(shape[2])
-        gates = [_partition(positions, table, share, start.to(positions), self.penalty) for start in starts]
-        self.gates_ = torch.stack(gates)
-        temperatures, shares = [], []
-        for gate in gates:
-            group = (positions @ gate.T).argmax(dim=1)
+        gates, temperatures, shares = [], [], []
+        for start in starts:
+            half = torch.rand(len(share), generator=generator, dtype=torch.float64).to(share).argsort() % 2
+            seen, fresh = (half, 1 - half) if self.split else (torch.ones_like(half),) * 2
+            gates.append(_partition(positions, table, seen * share, start.to(positions), self.penalty))
+            group = (positions @ gates[-1].T).argmax(dim=1)
             for g in range(self.num_groups):
-                heavy = share * ((group == g) * total + 1)
+                heavy = share * (fresh * (group == g) * total + 1)
                 temperatures.append(table.best(heavy))
                 shares.append(table.shares(temperatures[-1], heavy) if self.base == "ets" else (1.0, 0.0, 0.0))
+        self.gates_ = torch.stack(gates)
         self.temperatures_ = torch.tensor(temperatures, dtype=torch.float64).view(shape[:2])
         self.shares_ = torch.tensor(shares, dtype=torch.float64).view(*shape[:2], 3)
 
@@ -112,7 +117,9 @@ class GroupCalibration(Calibrator):
             log_prob = torch.log_softmax(scores / temperatures[group, None], dim=1)
             total = torch.logaddexp(total, log_prob + share[:, 0])
             if self.base == "ets":
-                rest = torch.logaddexp(torch.log_softmax(scores, dim=1) + share[:, 1], share[:, 2] - math.log(scores.shape[1]))
+                rest = torch.logaddexp(
+                    torch.log_softmax(scores, dim=1) + share[:, 1], share[:, 2] - math.log(scores.shape[1])
+                )
                 total = torch.logaddexp(total, rest)
         return in_order(total - math.log(len(self.gates_)), logits).to(logits.dtype)
 
@@ -188,17 +195,14 @@ class _Table:
 
 def _partition(positions: Tensor, table: _Table, share: Tensor, start: Tensor, penalty: float) -> Tensor:
     """(g, d) gates that part the samples so that a temperature for each part raises the likelihood most."""
-    num_groups = len(start)
+    share = share / share.sum()
+    columns = positions.T.contiguous()
 
-    def objective(theta: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
-        gates = torch.from_numpy(theta[:-num_groups]).to(start).view_as(start).requires_grad_()
-        log_temperature = torch.from_numpy(theta[-num_groups:]).to(start).requires_grad_()
-        gate = torch.log_softmax(positions @ gates.T, dim=1).T
-        likelihood = torch.logsumexp(gate + table(log_temperature), dim=0)
-        loss = penalty * gates.square().mean() - torch.dot(share, likelihood)
-        slopes = torch.autograd.grad(loss, (gates, log_temperature))
-        return float(loss.detach()), torch.cat([slope.flatten() for slope in slopes]).cpu().numpy()
+    def loss(theta: Tensor) -> Tensor:
+        gates = theta[: start.numel()].view_as(start)
+        scores = gates @ columns
+        likelihood = torch.logsumexp(scores - scores.logsumexp(dim=0) + table(theta[start.numel() :]), dim=0)
+        return penalty * gates.square().mean() - torch.dot(share, likelihood)
 
-    first = np.concatenate([start.flatten().cpu().numpy(), np.full(num_groups, table.middle)])
-    found = minimize(objective, first, jac=True, method="L-BFGS-B", options={"maxiter": 100, "maxcor": 20})
-    return torch.from_numpy(found.x[:-num_groups]).to(start).view_as(start)
+    first = torch.cat([start.flatten(), torch.full_like(start[:, 0], table.middle)])
+    return minimize(differentiated(loss), first, max_steps=100)[: start.numel()].view_as(start)

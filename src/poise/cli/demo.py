@@ -99,7 +99,7 @@ def demo(
         "",
     )
     screen.head("Your own network")
-    screen.say('Keep its answers, np.savez("val.npz", logits=logits, labels=labels), and likewise those to a test set.')
+    screen.say('Keep its answers, np.savez("val.npz", logits=logits, labels=labels), and a test set likewise.')
     screen.say("Then three lines of Python (after import poise)", *(f"    {line}" for line in _PYTHON))
     screen.say("or three commands", *(f"    {line}" for line in _COMMANDS))
     screen.write_json(

@@ -122,9 +122,11 @@ def log_prob_and_slope(gaps: Tensor, noise: Noise, label: Tensor, grade: Grade) 
     pull = (density / node_weight) @ hazard
     place, weight = _cubic(gaps, table)
     slope = -(pull.gather(1, place.flatten(1)).view_as(weight) * weight).sum(-1)
-    slope.scatter_add_(1, gaps.argmin(1, keepdim=True), steepness)
     slope.scatter_(1, label[:, None], 0)
-    slope.scatter_(1, label[:, None], -slope.sum(1, keepdim=True))
+    # Only differences matter; beyond the tables the widest gap moves with the top, and the tail with both.
+    top, own = gaps.argmin(1, keepdim=True), label[:, None]
+    slope.scatter_add_(1, torch.where(of_label > table.widest, top, own), -slope.sum(1, keepdim=True))
+    slope.scatter_add_(1, top, steepness).scatter_add_(1, own, -steepness)
     return log_prob, slope
 
 

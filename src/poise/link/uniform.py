@@ -18,6 +18,11 @@ from poise.link.quadrature import gauss_legendre
 
 _MOST_CLASSES = 64
 _MOST_NODES = 16
+"""Of a panel; it is exact for polynomials of degree 31, and each panel is a part of one only."""
+
+_CROWDED_NODES = 8
+"""Where the cuts already follow the decay of G."""
+
 _NUM_CUTS = 64
 
 
@@ -41,15 +46,18 @@ def _of_like_rows(gaps: Tensor, at: Tensor, within: int) -> Tensor:
     at = at.clamp(max=2)
     if within <= _MOST_CLASSES:
         return _curve(at, near, cuts=near)[0]
-    widest = near[:, -1:]
-    cuts = torch.cat([near[:, : _MOST_CLASSES // 2], _cuts(near.detach()), widest], dim=1).sort(dim=1).values
+    # The cuts stay where they are: the curve's slope carries the gradient in `at`, its values that in `near`.
+    fixed = near.detach()
+    widest = fixed[:, -1:]
+    cuts = torch.cat([fixed[:, : _MOST_CLASSES // 2], _cuts(fixed), widest], dim=1).sort(dim=1).values
     ends = torch.minimum(cuts, widest)
     return _hermite(at, ends, *_curve(ends, near, cuts))
 
 
 def _curve(at: Tensor, near: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
     """log C and its slope at gaps `at` that are among the `cuts`, so that no panel holds the end of an integral."""
-    num_nodes = min(_MOST_NODES, math.ceil(near.shape[1] / 2))
+    crowded = near.shape[1] > _MOST_CLASSES
+    num_nodes = _CROWDED_NODES if crowded else min(_MOST_NODES, math.ceil(near.shape[1] / 2))
     x, w = (values.to(near) for values in gauss_legendre(num_nodes))
     # The top's gap is zero, but the lower end must move with it for the gradient to be right.
     start = -1 - near[:, :1]
@@ -99,7 +107,7 @@ def _cuts(near: Tensor) -> Tensor:
 
 def _hermite(at: Tensor, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     """The cubic through values and slopes (n, cuts) at rising `x`; -inf where the right value is."""
-    right = torch.searchsorted(x.detach().contiguous(), at.detach().contiguous()).clamp(1, x.shape[1] - 1)
+    right = torch.searchsorted(x, at.detach().contiguous()).clamp(1, x.shape[1] - 1)
     x0, x1 = x.gather(1, right - 1), x.gather(1, right)
     y0, y1 = y.gather(1, right - 1), y.gather(1, right)
     m0, m1 = slope.gather(1, right - 1), slope.gather(1, right)
@@ -109,4 +117,9 @@ def _hermite(at: Tensor, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     y1, m1 = torch.where(finite, y1, y0), torch.where(finite, m1, 0)
     bend0, bend1 = width * m0 - (y1 - y0), (y1 - y0) - width * m1
     value = y0 + t * (y1 - y0) + t * (1 - t) * ((1 - t) * bend0 + t * bend1)
+    # At a point that is there twice the curve has no width, but a slope.
+    value = torch.where(width > 0, value, y0 + (at - x0) * torch.where(finite, m0, 0))
+    # The curve falls; the cubic must not overshoot where it falls by many orders of magnitude between two cuts.
+    # (Not by torch.minimum, which halves the gradient at the cuts themselves.)
+    value = torch.where(value > y0, y0, torch.where(value < y1, y1, value))
     return torch.where(finite | (t == 0), value, -math.inf).masked_fill(at >= 2, -math.inf)
