@@ -11,21 +11,26 @@ from poise._types import Logits
 
 
 def fit_lapse(true: Tensor, num_classes: int, weight: Tensor | None = None) -> float:
-    """The share of guesses in p ← (1 − l) p + l/k, by EM with one pseudo-count; `true` is p of the true classes."""
+    """The share of guesses in p ← (1 − l) p + l/k of most likelihood, with one pseudo-count; `true` is p of the labels.
+
+    The root of Σ w (1/k − p)/((1 − l) p + l/k) + 1/l, which falls in l: Newton's steps, kept within a bracket.
+    """
     weight = torch.ones_like(true) if weight is None else weight.to(true)
-    total = weight.sum() + 1
-    lapse = 1 / total
+    total = float(weight.sum()) + 1
     # The other pseudo-count: something is known, or the order of the classes would be lost.
-    most = 1 - 1 / (total + 1)
-    for _ in range(500):
-        guess = lapse / num_classes
-        updated = (1 + torch.dot(weight, guess / ((1 - lapse) * true + guess))) / total
-        updated = updated.clamp(max=most)
-        done = bool((updated - lapse).abs() <= 1e-9 * lapse)
-        lapse = updated
-        if done:
+    low, high = 1 / total, 1 - 1 / (total + 1)
+    less_sure, lapse = 1 / num_classes - true, low
+    for _ in range(100):
+        ratio = less_sure / (true + lapse * less_sure)
+        weighted = weight * ratio
+        slope = float(weighted.sum()) + 1 / lapse
+        low, high = (lapse, high) if slope > 0 else (low, lapse)
+        step = slope / (float(torch.dot(weighted, ratio)) + 1 / lapse**2)
+        newton = lapse + step
+        lapse, before = newton if low < newton < high else (low + high) / 2, lapse
+        if abs(lapse - before) <= 1e-9 * lapse:
             break
-    return float(lapse)
+    return lapse
 
 
 def with_lapse(log_prob: Logits, lapse: float) -> Logits:
