@@ -63,6 +63,15 @@ def proximity(features: Array, reference: Array | None = None, *, num_neighbors:
 
     Reference: Xiong et al., NeurIPS 2023 (the mean of exponentials, as in their code).
     """
+    return torch.exp(-neighbor_distances(features, reference, num_neighbors=num_neighbors)).mean(dim=1)
+
+
+def neighbor_distances(features: Array, reference: Array | None = None, *, num_neighbors: int = 10) -> Tensor:
+    """(n, num_neighbors) float64 squared distances to the nearest rows of the reference, nearest first.
+
+    Features are scaled to length one. Without a reference the neighbours are sought among the samples themselves, each
+    one excluded from its own.
+    """
     samples = _directions(features, "features")
     others = samples if reference is None else _directions(reference, "reference").to(samples)
     if others.shape[1] != samples.shape[1]:
@@ -83,7 +92,7 @@ def proximity(features: Array, reference: Array | None = None, *, num_neighbors:
         if reference is None:
             cosine.diagonal(start).fill_(-torch.inf)
         nearest = cosine.topk(num_neighbors, dim=1).values.double()
-        parts.append(torch.exp(-(2 - 2 * nearest).clamp(min=0)).mean(dim=1))
+        parts.append((2 - 2 * nearest).clamp(min=0))
     return torch.cat(parts)
 
 
