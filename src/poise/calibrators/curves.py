@@ -84,9 +84,9 @@ class SplineCalibration(Calibrator):
     """The top class's p → p + h′(t): a spline through the cumulated residuals, whose slope is what confidence lacks.
 
     h(t) = Σ (hit − confidence)/n over the share t of samples with the lowest confidence; a natural cubic spline with
-    `num_knots` equally spaced knots is fitted to it by least squares, and its slope, clipped so that p stays within
-    [0, 1], is linear between the validation confidences and constant outside. The other classes share the rest as
-    before.
+    `num_knots` equally spaced knots is fitted to it by least squares, and its slope is linear between the validation
+    confidences and constant outside. The result is kept a sample's worth, 1/(n + 1), away from 0 and 1, which the
+    spline oversteps. The other classes share the rest as before.
 
     Order and accuracy are kept, a confidence below the runner-up's being raised to it. Needs no features; a fit costs a
     sort. It says nothing new about the other classes, the map need not increase, and with fewer than some hundred
@@ -122,7 +122,8 @@ class SplineCalibration(Calibrator):
         heights = np.linalg.lstsq(basis(mesh), np.interp(mesh, reached, cumulated), rcond=None)[0]
         slope = basis.derivative()((reached[1:] + reached[:-1]) / 2) @ heights
         self.knots_ = knots
-        self.confidences_ = (knots + torch.as_tensor(slope).to(knots)).clamp(0, 1)
+        least = 1 / (1 + float(total))
+        self.confidences_ = (knots + torch.as_tensor(slope).to(knots)).clamp(least, 1 - least)
 
     @torch.no_grad()
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:

@@ -23,6 +23,9 @@ METHODS = ("density_ratio", "bin_mean_shift")
 _LEAST = 0.01
 """Of a in a + b·d: however near the others are, the temperature stays above a hundredth."""
 
+_DENSITY_DIGITS = 1e-6
+"""Relative error of a density, for which the sum over kernels is cut short."""
+
 _NARROWEST = 1e-6
 """A kernel's width where all coordinates are one number, as with a proximity of exactly 1."""
 
@@ -203,6 +206,7 @@ def _log_density(points: Tensor, seen: Tensor) -> Tensor:
     spread = (share @ (places - share @ places).square()).sqrt()
     # The normal rule for two dimensions.
     width = (1.06 * spread * total ** (-1 / 6)).clamp(min=_NARROWEST)
-    density = KernelDensity(bandwidth=1.0).fit((places / width).cpu().numpy(), sample_weight=share.cpu().numpy())
-    found: Tensor = torch.as_tensor(density.score_samples((points / width).cpu().numpy())).to(points)
-    return found - width.log().sum()
+    density = KernelDensity(bandwidth=1.0, rtol=_DENSITY_DIGITS)
+    density.fit((places / width).cpu().numpy(), sample_weight=share.cpu().numpy())
+    log_density = torch.as_tensor(density.score_samples((points / width).cpu().numpy())).to(points)
+    return torch.sub(log_density, width.log().sum())
