@@ -92,7 +92,7 @@ class FeatureClipping(Calibrator):
                 )
             square = around.T @ around
             # Features that never vary, or vary together, have no weight of their own.
-            firm = square + 1e-10 * square.diagonal().mean() * torch.eye(len(square)).to(square)
+            firm = square + (1e-10 * square.diagonal().mean()).clamp(min=1e-100) * torch.eye(len(square)).to(square)
             head: Tensor = torch.linalg.solve(firm, around.T @ scores).T.contiguous()
         else:
             head = to_floating(self.head_weight).detach().to(features)

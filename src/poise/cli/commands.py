@@ -16,7 +16,7 @@ from poise._arrays import to_floating
 from poise.calibrators import Calibrator
 from poise.calibrators.criteria import NLL_FLOOR
 from poise.cli.measure import Measured, measure, plain_bins, top_label_bins
-from poise.cli.methods import NOISES, calibrator, in_words, kept, learned
+from poise.cli.methods import BASELINES, NOISES, calibrator, in_words, kept, learned
 from poise.cli.options import Debug, Json, NumBins, check_outputs
 from poise.cli.screen import Screen, legend, metrics_table, reliability, rows_table
 from poise.io import Scores, load, read_scores, save, write_scores
@@ -37,7 +37,8 @@ def fit(
         str,
         typer.Option(
             metavar="NAME",
-            help="consistency (exact), temperature, sampled (random draws), or paper (as published).",
+            help="consistency (exact), temperature, sampled (random draws), paper (as published), or what it is "
+            f"compared with: {', '.join(BASELINES)}.",
         ),
     ] = "consistency",
     noise: Annotated[
@@ -63,7 +64,7 @@ def fit(
             "Default: none.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws of sampled and paper.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn at random.")] = 0,
     json: Json = None,
     debug: Debug = False,
 ) -> None:
@@ -74,13 +75,13 @@ def fit(
         raise ValueError(f"a calibrator is kept as .safetensors, but --output {output} came; change its ending.")
     unfitted = calibrator(method, noise, criterion, scaling, seed)
     scores = read_scores(val)
-    logits = network_logits(scores)
+    logits, features = network_logits(scores), network_features(scores, unfitted, val)
     with screen.working(f"fitting {type(unfitted).__name__} on {scores.num_samples:,} rows"):
-        fitted = unfitted.fit(logits, scores.labels, classes=scores.classes)
+        fitted = unfitted.fit(logits, scores.labels, features=features, classes=scores.classes)
         labels = scores.labels
         assert labels is not None  # read_scores saw to it
         before = measure(network_probs(scores), labels)
-        after = measure(fitted.predict_proba(logits), labels)
+        after = measure(fitted.predict_proba(logits, features=features), labels)
     save(fitted, output)
     screen.write_json(
         {
@@ -90,7 +91,7 @@ def fit(
             "output": str(output),
             "method": method,
             "calibrator": type(fitted).__name__,
-            "criterion": fitted.get_params()["criterion"],
+            "criterion": fitted.get_params(deep=False).get("criterion"),
             "seed": seed,
             "num_samples": scores.num_samples,
             "num_classes": scores.num_classes,
@@ -133,9 +134,9 @@ def apply(
     fitted = _load(calibrator_file, test)
     scores = read_scores(test, need_labels=False)
     names = _class_names(fitted, scores, calibrator_file, test)
-    logits = network_logits(scores)
+    logits, features = network_logits(scores), network_features(scores, fitted, test)
     with screen.working(f"{type(fitted).__name__} on {scores.num_samples:,} rows"):
-        probs = fitted.predict_proba(logits)
+        probs = fitted.predict_proba(logits, features=features)
     before = network_probs(scores)
     changed = int((probs.argmax(1) != before.argmax(1)).sum())
     sure = {"before": _mean_confidence(before), "after": _mean_confidence(probs)}
@@ -231,6 +232,16 @@ def evaluate(
 def network_logits(scores: Scores) -> Tensor:
     """The logits, halves widened so that probabilities keep their digits."""
     return to_floating(scores.as_logits())
+
+
+def network_features(scores: Scores, calibrator: Calibrator, file: Path) -> Tensor | None:
+    """What the last layer read, where the file tells it."""
+    if scores.features is None and calibrator.needs_features:
+        raise ValueError(
+            f"{type(calibrator).__name__} needs the network's features, but {file} has none; add an array `features` "
+            "with what the last layer reads, one row for every sample."
+        )
+    return scores.features
 
 
 def network_probs(scores: Scores) -> Tensor:

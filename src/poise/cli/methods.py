@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import re
 from typing import Any
 
 from torch import Tensor
@@ -16,11 +18,26 @@ from poise.calibrators import (
     TemperatureScaling,
     paper_consistency,
 )
+from poise.calibrators.base import CALIBRATORS
 from poise.calibrators.criteria import CRITERIA
 from poise.neighbors import Additive
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Logistic, Noise, Uniform
 
-METHODS = ("consistency", "temperature", "sampled", "paper")
+_OWN = ("consistency", "temperature", "sampled", "paper")
+
+BASELINES: dict[str, type[Calibrator]] = {
+    re.sub("(?<!^)(?=[A-Z])", "-", re.sub("(Scaling|Calibration)$", "", name)).lower(): kind
+    for name, kind in sorted(CALIBRATORS.items())
+    if kind.__module__.startswith("poise.")
+    and not inspect.isabstract(kind)
+    and kind not in (ConsistencyCalibration, TemperatureScaling, SampledConsistency)
+}
+"""What consistency calibration is compared with: `HistogramBinning` is histogram-binning, `VectorScaling` vector."""
+
+METHODS = (*_OWN, *BASELINES)
+
+_MOST_NUMBERS = 1000
+"""Of a learned table that is written out; a larger one is told by its shape."""
 
 NOISES: dict[str, type[Noise]] = {
     "gaussian": Gaussian,
@@ -40,6 +57,8 @@ def calibrator(
 ) -> Calibrator:
     """The calibrator that a few words ask for; words that do not go together are refused."""
     _check.choice(method, METHODS, "--method")
+    if method in BASELINES:
+        return _baseline(method, noise, criterion, scaling, seed)
     if criterion is not None:
         _check.choice(criterion, CRITERIA, "--criterion")
     if noise is not None and method in ("temperature", "paper"):
@@ -62,6 +81,15 @@ def calibrator(
         found = SampledConsistency(Additive(parse_noise(noise or "gaussian")))
     found.set_params(seed=seed, criterion=criterion or "ece")
     return found
+
+
+def _baseline(method: str, noise: str | None, criterion: str | None, scaling: str | None, seed: int) -> Calibrator:
+    accepted = inspect.signature(BASELINES[method]).parameters
+    for option, value in {"noise": noise, "criterion": criterion, "scaling": scaling}.items():
+        if value is not None and option not in accepted:
+            raise ValueError(f"--method {method} has no {option} to choose, but {value} came; leave --{option} out.")
+    given = {"criterion": criterion, "seed": seed}
+    return BASELINES[method](**{name: value for name, value in given.items() if name in accepted and value is not None})
 
 
 def parse_noise(word: str) -> Noise:
@@ -109,7 +137,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Additive):
         return {"additive": noise_word(value.noise)}
     if isinstance(value, Tensor):
-        return plain(value.tolist())
+        return plain(value.tolist()) if value.numel() <= _MOST_NUMBERS else {"shape": list(value.shape)}
+    if isinstance(value, Calibrator):
+        return {type(value).__name__: plain(learned(value))}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -123,6 +153,8 @@ def in_words(value: Any) -> str:
     """One learned value for people."""
     if isinstance(value, Tensor):
         return f"({' x '.join(map(str, value.shape))} numbers)"
+    if isinstance(value, tuple) and any(isinstance(item, (Tensor, Calibrator)) for item in value):
+        return f"({len(value)} {'tables' if isinstance(value[0], Tensor) else type(value[0]).__name__})"
     match plain(value):
         case {"additive": noise}:
             return f"{noise} noise"
