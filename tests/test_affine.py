@@ -275,6 +275,7 @@ def test_parameters_are_judged(wrong):
 
 # Real networks
 
+
 @pytest.mark.parametrize(
     "network", ["cifar10-resnet50-ce", "cifar10-wrn28-10-ce", "retinopathy-augmented", "cifar100-wrn16-4-ce"]
 )

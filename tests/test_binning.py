@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from netcal.binning import BBQ as NetcalBBQ
 from netcal.binning import HistogramBinning as NetcalHistogramBinning
 
 import reference_calibrators as reference
@@ -103,6 +104,17 @@ def test_bbq_equals_a_loop(n):
     asked = np.concatenate([values[:, 1], [0.001, 0.3, 0.999]])
     expected = [reference.bbq_rate(values[:, 1], labels.numpy() == 1, p) for p in asked]
     np.testing.assert_allclose(rates(calibrator, [1 - asked, asked])[1], expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("network", ["cifar10-resnet56-ce", "retinopathy-augmented"])
+def test_bbq_agrees_with_netcal_in_the_large(network):
+    """Not row by row: netcal averages equal-width bins by exp(−BIC/2); the paper, and the loop above, equal-frequency
+    bins by their marginal likelihood."""
+    val, test = (load_shared(network, split) for split in ("val", "test"))
+    (before, top), (after, _) = (torch.softmax(z.double(), 1).max(1) for z, _ in (val, test))
+    expected = NetcalBBQ().fit(before.numpy(), (top == val[1]).numpy().astype(int)).transform(after.numpy())
+    found = BayesianBinning("top_label").fit(val[0].double(), val[1]).predict_proba(test[0].double()).amax(1)
+    assert float(found.mean()) == pytest.approx(expected.mean(), abs=0.005)
 
 
 def test_bbq_knows_how_fine_to_look():

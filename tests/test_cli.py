@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 
 import poise
 from poise import demo, metrics
+from poise.calibrators.base import CALIBRATORS
 from poise.cli.app import app
-from poise.cli.methods import NOISES, calibrator, noise_word, parse_noise
+from poise.cli.methods import METHODS, NOISES, calibrator, noise_word, parse_noise
 from poise.cli.screen import Screen, number, reliability
 from poise.metrics import Bins
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, LogGamma
@@ -178,6 +179,38 @@ def test_paper_method_is_the_librarys():
     assert ours == theirs | {"seed": 2}
 
 
+def test_every_registered_method_has_a_word():
+    registered = {name for name in CALIBRATORS if name in poise.__all__}
+    assert {type(calibrator(word)).__name__ for word in METHODS} == registered
+    assert {"histogram-binning", "bayesian-binning", "spline", "group", "structured-vector"} <= set(METHODS)
+    assert calibrator("ensemble-temperature", criterion="mse").criterion == "mse"
+    assert calibrator("group", seed=3).seed == 3
+
+
+@pytest.mark.parametrize("word", ["histogram-binning", "group", "density-aware", "proximity", "feature-clipping"])
+def test_features_of_the_file_are_the_methods(folder, word):
+    """They are seen at the fit and after; a file that has none is refused where they are needed."""
+    val, test = (poise.read_scores(f"{split}.npz") for split in ("val", "test"))
+    features = [
+        scores.logits @ torch.linspace(-1, 1, 100).view(10, 10).sin().to(scores.logits) for scores in (val, test)
+    ]
+    poise.write_scores("val+.npz", logits=val.logits, labels=val.labels, features=features[0])
+    poise.write_scores("test+.npz", logits=test.logits, labels=test.labels, features=features[1])
+    shown = run("fit", "val+.npz", "-o", "c.safetensors", "--method", word, "--json", "fit.json").stdout
+    assert len(shown) < 3000
+    assert len(Path("fit.json").read_text()) < 50_000
+    run("apply", "c.safetensors", "test+.npz", "-o", "p.npz")
+    own = calibrator(word).fit(val.logits.float(), val.labels, features=features[0])
+    expected = own.predict_proba(test.logits.float(), features=features[1])
+    torch.testing.assert_close(poise.read_scores("p.npz").probs, expected, rtol=0, atol=1e-6)
+    if word != "histogram-binning":
+        error = run("apply", "c.safetensors", "test.npz", "-o", "q.npz", code=2).stderr
+        assert "features" in error
+        assert not Path("q.npz").exists()
+    if own.needs_features:
+        assert "val.npz has none" in run("fit", "val.npz", "-o", "d.safetensors", "--method", word, code=2).stderr
+
+
 def test_files_without_labels_are_applied(folder):
     shown = run("apply", "cal.safetensors", "unlabelled.npz", "-o", "p.csv").stdout
     assert "without labels" in shown
@@ -208,6 +241,9 @@ REFUSED = {
     "criterion": ("fit val.npz -o c.safetensors --criterion nl", "did you mean 'nll'?"),
     "scaling": ("fit val.npz -o c.safetensors --scaling vectr", "did you mean 'vector'?"),
     "scaling of TS": ("fit val.npz -o c.safetensors --method temperature --scaling auto", "leave --scaling out"),
+    "noise of others": ("fit val.npz -o c.safetensors --method isotonic --noise gumbel", "leave --noise out"),
+    "criterion of others": ("fit val.npz -o c.safetensors --method beta --criterion ece", "leave --criterion out"),
+    "features": ("fit val.npz -o c.safetensors --method proximity", "add an array `features`"),
     "seed": ("fit val.npz -o c.safetensors --method sampled --seed -1", "seed must be a whole number"),
     "NaN": ("fit nan.npz -o c.safetensors", "row 3 holds NaN"),
     "no labels": ("fit unlabelled.npz -o c.safetensors", "holds no labels"),

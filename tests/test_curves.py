@@ -217,7 +217,7 @@ def test_accuracy_and_order_stay_on_real_networks(name, network):
 
 
 def test_the_network_of_the_paper():
-    """One increasing curve for all classes mends more of the likelihood than a temperature, as do three numbers each."""
+    """One increasing curve for all classes has a better likelihood than a temperature, as have three numbers each."""
     val, test = load_shared("cifar10-resnet50-ce", "val"), load_shared("cifar10-resnet50-ce", "test")
     scores = {
         name: metrics.nll(make().fit(*val).predict_proba(test[0].double()), test[1])

@@ -48,7 +48,9 @@ class HistogramBinning(_Binned):
 
     Needs no features and costs a softmax and a count. Bins are coarse: differences within one are lost, a bin with few
     samples answers with noise, and one with no hit all but rules the class out, which the likelihood resents. With
-    hundreds of classes one-vs-rest has only a few positives per class.
+    hundreds of classes one-vs-rest has only a few hits per class. Bins of equal mass and one-vs-rest go together only
+    where a class has more samples than a bin, else the bin mixes it with its rivals: the accuracy falls by some points
+    at 10 classes and to nothing at 1,000.
 
     >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
     >>> calibrator = HistogramBinning(num_bins=2, mode="top_label").fit(logits, [0, 0, 1, 0])
@@ -85,9 +87,15 @@ class BayesianBinning(_Binned):
     n_b samples came true, and the rate's prior is Beta(α_b, β_b) with the bin's midpoint as mean and α_b + β_b = N'/B,
     N' = 2. B runs from n^⅓/10 to 10·n^⅓, at most n/5; all in logarithms of Γ.
 
-    The modes, what they keep and what they cost in accuracy are those of `HistogramBinning`; the average is smoother
-    and never exactly zero. Needs no features. A fit costs a sort per class and some thousand bin counts; the learned
-    steps are about as many as samples, per class.
+    The modes, what they keep and what they cost in accuracy are those of `HistogramBinning`, and so is what a thousand
+    classes do to one-vs-rest; the average is smoother and never exactly zero. Needs no features. A fit costs a sort per
+    class and some thousand bin counts: a second or two at 2,500 × 1,000. The learned steps are up to two per sample and
+    class.
+
+    >>> logits = torch.tensor([[2.0, 0.0]] * 12 + [[0.0, 1.0]] * 8)
+    >>> calibrator = BayesianBinning("top_label").fit(logits, [0] * 9 + [1] * 3 + [1] * 6 + [0] * 2)
+    >>> calibrator.predict_proba(logits[[0, -1]]).amax(1)
+    tensor([...])
 
     Reference: Naeini, Cooper, Hauskrecht, Obtaining Well Calibrated Probabilities Using Bayesian Binning, 2015.
     """

