@@ -191,9 +191,8 @@ def test_every_registered_method_has_a_word():
 def test_features_of_the_file_are_the_methods(folder, word):
     """They are seen at the fit and after; a file that has none is refused where they are needed."""
     val, test = (poise.read_scores(f"{split}.npz") for split in ("val", "test"))
-    features = [
-        scores.logits @ torch.linspace(-1, 1, 100).view(10, 10).sin().to(scores.logits) for scores in (val, test)
-    ]
+    mixing = (torch.eye(10) + torch.linspace(-1, 1, 100).view(10, 10).sin()).to(val.logits)
+    features = [scores.logits @ mixing for scores in (val, test)]
     poise.write_scores("val+.npz", logits=val.logits, labels=val.labels, features=features[0])
     poise.write_scores("test+.npz", logits=test.logits, labels=test.labels, features=features[1])
     shown = run("fit", "val+.npz", "-o", "c.safetensors", "--method", word, "--json", "fit.json").stdout
