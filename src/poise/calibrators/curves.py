@@ -27,6 +27,8 @@ ISOTONIC_MODES = ("one_vs_rest", "multiclass")
 _SPLINE_MESH = 1001
 """Points at which the cumulated residuals are fitted: enough for six knots, whatever the number of samples."""
 
+_ENTRIES_AT_A_TIME = 1 << 20
+
 _FARTHEST = 700.0
 """Log-odds beyond which a probability says no more to beta calibration: exp(700) is nearly the largest float64."""
 
@@ -157,10 +159,13 @@ class BetaCalibration(Calibrator):
     coefficients_: Tensor
 
     def _fit(self, logits: Logits, labels: Labels, weight: Tensor | None, features: Tensor | None) -> None:
-        design = _beta_design(logits.double()).permute(2, 0, 1).contiguous()
+        columns = _beta_design(logits.double()).permute(2, 0, 1)
         hits = labels == torch.arange(logits.shape[1], device=labels.device)[:, None]
-        heavy = torch.ones_like(design[0, 0]) if weight is None else weight
-        self.coefficients_ = _bounded_logistic(design, hits.to(design), heavy)
+        heavy = torch.ones_like(columns[0, 0]) if weight is None else weight
+        some = max(1, _ENTRIES_AT_A_TIME // len(labels))
+        parts = zip(torch.split(columns, some), torch.split(hits, some), strict=True)
+        found = [_bounded_logistic(part.contiguous(), hit.to(part), heavy) for part, hit in parts]
+        self.coefficients_ = torch.cat(found)
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
         scores = torch.einsum("jnk,kj->nk", _beta_design(logits.double()), self.coefficients_.to(logits.device))

@@ -68,7 +68,7 @@ def in_order(log_prob: Tensor, logits: Logits) -> Logits:
     The top leads by a hair that outlasts rounding: whoever looks for the largest probability finds it.
     """
     ordered, order = logits.detach().contiguous().sort(dim=1)
-    last_equal = torch.searchsorted(ordered.contiguous(), ordered.contiguous(), right=True) - 1
+    last_equal = torch.searchsorted(ordered, ordered, right=True) - 1
     values = log_prob.gather(1, order).cummax(dim=1).values.gather(1, last_equal).to(logits.dtype)
     top = ordered == ordered[:, -1:]
     runner_up = values.masked_fill(top, -torch.inf).amax(dim=1, keepdim=True)
