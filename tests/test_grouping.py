@@ -11,6 +11,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
+import poise
 from conftest import load_features, load_shared
 from poise import metrics
 from poise.calibrators import EnsembleTemperatureScaling, GroupCalibration, TemperatureScaling
@@ -188,3 +189,13 @@ def test_the_network_of_the_paper():
     probs = GroupCalibration(num_partitions=5, split=False).fit(*val).predict_proba(test[0].double())
     assert metrics.nll(probs, test[1]) == pytest.approx(0.2005, abs=0.001)
     assert metrics.ece(probs, test[1]) == pytest.approx(0.0134, abs=0.002)
+
+
+def test_what_was_learned_from_features_is_kept(tmp_path):
+    logits, labels, features, _ = sample(n=100)
+    calibrator = GroupCalibration(num_partitions=2).fit(logits, labels, features=features)
+    poise.save(calibrator, tmp_path / "group.safetensors")
+    loaded = poise.load(tmp_path / "group.safetensors")
+    assert torch.equal(
+        loaded.predict_proba(logits, features=features), calibrator.predict_proba(logits, features=features)
+    )

@@ -78,7 +78,10 @@ class FeatureClipping(Calibrator):
         return torch.log_softmax(self._clipped(logits.double(), values, self.bound_), dim=1).to(logits.dtype)
 
     def _clipped(self, logits: Logits, features: Tensor, bound: float) -> Logits:
-        return logits + (features.clamp(-bound, bound) - features) @ self.head_.to(features).T
+        beyond = features.clamp(-bound, bound) - features
+        # Most features are never out of bounds, and cost nothing.
+        touched = beyond.any(dim=0)
+        return logits + beyond[:, touched] @ self.head_.to(features)[:, touched].T
 
     def _head(self, features: Tensor, logits: Logits) -> Tensor:
         """(k, d) float64: the last layer's weight as given or as found; an error where it does not give the logits."""
