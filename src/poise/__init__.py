@@ -18,6 +18,7 @@ from poise.calibrators import (
     VectorScaling,
     paper_consistency,
 )
+from poise.compare import Comparison, compare
 from poise.io import Scores, load, read_scores, save, write_scores
 from poise.link import Link
 from poise.neighbors import Additive, Augmented
@@ -30,6 +31,7 @@ __all__ = [
     "Augmented",
     "BoundWarning",
     "ClasswiseTemperatureScaling",
+    "Comparison",
     "ConsistencyCalibration",
     "DirichletCalibration",
     "EnsembleTemperatureScaling",
@@ -42,6 +44,7 @@ __all__ = [
     "StructuredVectorScaling",
     "TemperatureScaling",
     "VectorScaling",
+    "compare",
     "io",
     "link",
     "load",

@@ -108,7 +108,8 @@ def resampled_parts(
 
     def parts(weights: Tensor | None) -> tuple[Tensor, Tensor]:
         columns = torch.ones_like(confidence)[:, None] if weights is None else weights.to(confidence)
-        total = columns.sum(dim=0)
-        return torch.stack([plain[column > 0] @ column[column > 0] for column in columns.T]) / total, torch.stack([refined(column) for column in columns.T]) / total
+        scored = [torch.dot(plain[column > 0], column[column > 0]) for column in columns.T]
+        left = [refined(column) for column in columns.T]
+        return torch.stack(scored) / columns.sum(0), torch.stack(left) / columns.sum(0)
 
     return parts

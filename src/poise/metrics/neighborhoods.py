@@ -46,9 +46,10 @@ def grouped_ece(probs: Array, labels: Array, group: Tensor, num_bins: int = 15) 
     confidence, correct, _, dtype = top_label(probs, labels)
     edges = equal_width_edges(num_bins, dtype).to(confidence)[None]
     error = torch.zeros((), dtype=torch.float64, device=confidence.device)
-    for members in (group == number for number in group.unique()):
-        bins = tally(confidence[None, members], correct[None, members], edges, None)[0]
-        error += bins.error * bins.total / len(confidence)
+    for members in (group == number for number in range(int(group.max()) + 1)):
+        if members.any():
+            bins = tally(confidence[None, members], correct[None, members], edges, None)[0]
+            error += bins.error * bins.total / len(confidence)
     return float(error)
 
 

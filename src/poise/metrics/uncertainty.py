@@ -92,9 +92,9 @@ def interval(
         low, corrected, high = _quantiles(2 * value - runs.values(), outside, 0.5, 1 - outside)
         if runs.statistic.distance:
             # Near its least value the reflection is too sure: what noise alone would show may be noise alone.
-            noise = noise_floor(probs, metric, level=1 - outside, seed=seed)
-            low = 0.0 if value <= noise.high else max(low, 0.0)
-            corrected = max(low, corrected if value > noise.mean else 0.0)
+            floor = noise_floor(probs, metric, level=1 - outside, seed=seed)
+            low = 0.0 if value <= floor.high else max(low, 0.0)
+            corrected = max(low, corrected if value > floor.mean else 0.0)
             high = max(high, value, low)
         return Interval(value, low, high, corrected, level)
     shape, noise = runs.shapes()
@@ -227,8 +227,8 @@ class _Runs:
         moves = gaps - self.observed[: len(gaps)]
         if self.statistic.additive:
             step = max(1, _ENTRIES_AT_A_TIME // self.drawn.shape[1])
-            parts = zip(self.drawn.split(step), moves.split(step), strict=True)
-            return torch.stack([self.statistic.value(drawn + move) for drawn, move in parts]).sum(0)
+            parts = [slice(start, start + step) for start in range(0, len(gaps), step)]
+            return torch.stack([self.statistic.value(self.drawn[part] + moves[part]) for part in parts]).sum(0)
         moved = self.drawn[: len(gaps)] + moves
         return self.statistic.value(torch.cat([moved, self.drawn[len(gaps) :]]))
 
