@@ -18,7 +18,7 @@ from poise.calibrators import (
     VectorScaling,
     paper_consistency,
 )
-from poise.compare import Comparison, compare
+from poise.compare import Comparison, Recommendation, compare, recommend
 from poise.io import Scores, load, read_scores, save, write_scores
 from poise.link import Link
 from poise.neighbors import Additive, Augmented
@@ -38,6 +38,7 @@ __all__ = [
     "Link",
     "MatrixScaling",
     "ParameterizedTemperatureScaling",
+    "Recommendation",
     "SampledConsistency",
     "Scores",
     "StructuredMatrixScaling",
@@ -54,6 +55,7 @@ __all__ = [
     "paper_consistency",
     "read_scores",
     "readout",
+    "recommend",
     "sampling",
     "save",
     "write_scores",

@@ -17,10 +17,12 @@ from poise.calibrators import (
     paper_consistency,
 )
 from poise.calibrators.criteria import CRITERIA
+from poise.compare import named
 from poise.neighbors import Additive
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Logistic, Noise, Uniform
 
-METHODS = ("consistency", "temperature", "sampled", "paper")
+METHODS = ("auto", "consistency", "temperature", "sampled", "paper")
+"""Words with options of their own; every other method is known by its name, with its defaults."""
 
 NOISES: dict[str, type[Noise]] = {
     "gaussian": Gaussian,
@@ -39,7 +41,13 @@ def calibrator(
     method: str, noise: str | None = None, criterion: str | None = None, scaling: str | None = None, seed: int = 0
 ) -> Calibrator:
     """The calibrator that a few words ask for; words that do not go together are refused."""
-    _check.choice(method, METHODS, "--method")
+    if method not in METHODS:
+        if (noise, criterion, scaling) != (None, None, None):
+            raise ValueError(
+                f"--noise, --criterion and --scaling are for {', '.join(METHODS[1:])}, but --method {method} came; "
+                "write options in brackets, as in --method \"consistency(scaling='auto')\"."
+            )
+        return named(method)
     if criterion is not None:
         _check.choice(criterion, CRITERIA, "--criterion")
     if noise is not None and method in ("temperature", "paper"):

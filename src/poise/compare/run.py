@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
@@ -13,16 +12,16 @@ from typing import Any
 
 import torch
 from sklearn.base import clone
-from torch import Tensor
 
 from poise import _check, metrics
 from poise._arrays import to_floating
-from poise._types import Logits, Probs
+from poise._types import Probs
 from poise.calibrators import Calibrator
 from poise.compare import measures, methods
 from poise.compare.comparison import Cell, Column, Comparison, Row
 from poise.compare.measures import Measure, Metric
-from poise.io import Scores, read_scores
+from poise.compare.sets import Sample, scores_of, shared_rows
+from poise.io import Scores
 from poise.metrics import Difference, Interval
 
 LEVEL = 0.95
@@ -73,34 +72,6 @@ def compare(
     return bench.comparison(bench.rank() and is_complete)
 
 
-def scores_of(given: Any, name: str) -> Scores:
-    """Scores with labels, from what a user may pass."""
-    if isinstance(given, (str, os.PathLike)):
-        given = read_scores(given)
-    if isinstance(given, (tuple, list)) and len(given) in (2, 3):
-        given = Scores(logits=given[0], labels=given[1], features=given[2] if len(given) == 3 else None)
-    if not isinstance(given, Scores):
-        came = f"{len(given)} things" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
-        raise TypeError(f"{name} must be (logits, labels) or (logits, labels, features), or Scores, but {came} came.")
-    if given.labels is None:
-        raise ValueError(f"{name} has no labels, but they are needed here; pass one label for every row.")
-    if given.num_samples == 0:
-        raise ValueError(f"{name} has 0 rows; pass the logits and labels of some.")
-    return given
-
-
-@dataclass(frozen=True, eq=False)
-class _Data:
-    logits: Logits
-    labels: Tensor
-    features: Tensor | None
-
-    @classmethod
-    def of(cls, scores: Scores) -> _Data:
-        assert scores.labels is not None  # scores_of saw to it
-        return cls(to_floating(scores.as_logits()), scores.labels, scores.features)
-
-
 @dataclass(frozen=True, eq=False)
 class _Run:
     probs: Probs
@@ -113,8 +84,8 @@ class _Run:
 class _Bench:
     """What is being compared, and as much of the table as is finished."""
 
-    val: _Data
-    test: _Data
+    val: Sample
+    test: Sample
     network: Probs
     contenders: dict[str, Calibrator | None]
     measures: list[Measure]
@@ -168,8 +139,8 @@ class _Bench:
         network = torch.softmax(to_floating(test.as_logits()), 1) if test.probs is None else test.probs
         silent: Progress = lambda done, total, what: None  # noqa: E731
         return cls(
-            _Data.of(val),
-            _Data.of(test),
+            Sample.of(val),
+            Sample.of(test),
             network,
             contenders,
             columns,
@@ -244,7 +215,7 @@ class _Bench:
 
     def fitted(self, calibrator: Calibrator) -> _Run:
         val, test = self.val, self.test
-        with _heard() as said:
+        with heard() as said:
             start = time.perf_counter()
             calibrator.fit(val.logits, val.labels, features=val.features if calibrator.needs_features else None)
             middle = time.perf_counter()
@@ -343,18 +314,8 @@ def _means(found: Sequence[Interval] | Sequence[Difference]) -> tuple[float, flo
     return value, low, high, corrected
 
 
-def shared_rows(val: Scores, test: Scores) -> tuple[int, ...]:
-    """Test rows whose scores stand in the validation set, number for number, at the coarser of their precisions."""
-    ours, theirs = val.as_logits(), test.as_logits()
-    dtype = min((ours.dtype, theirs.dtype), key=lambda one: torch.finfo(one).bits)
-    # Adding zero makes -0 and 0 the same bytes.
-    known = {row.tobytes() for row in (ours.to(dtype).float() + 0).cpu().numpy()}
-    rows = (theirs.to(dtype).float() + 0).cpu().numpy()
-    return tuple(index for index, row in enumerate(rows) if row.tobytes() in known)
-
-
 @contextmanager
-def _heard() -> Iterator[list[str]]:
+def heard() -> Iterator[list[str]]:
     """What is warned of meanwhile, as sentences."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
