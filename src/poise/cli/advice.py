@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
-from poise.cli.screen import rows_table
+from poise.cli.screen import Screen, rows_table
 from poise.compare import Recommendation
 from poise.compare.formats import seconds
 from poise.compare.methods import short
@@ -32,13 +30,16 @@ def told(advice: Recommendation) -> dict[str, Any]:
     }
 
 
-def recommendation_table(advice: Recommendation) -> Table:
-    """The candidates, from the lowest NLL, and why the last ones are out."""
-    columns = {"": "left", "NLL": "right", "gain over temperature": "right", "s": "right", "folds": "right"}
-    rows, chosen = [], None
-    for index, one in enumerate(advice.candidates):
-        chosen = index if one.method == advice.method else chosen
-        gain = "" if one.gain is None or one.standard_error is None else f"{one.gain:+.4f} ± {one.standard_error:.4f}"
-        nll = "" if one.nll is None else f"{one.nll:.4f}"
-        rows.append((short(one.method), nll, gain, seconds(one.seconds), str(one.num_folds)))
-    return rows_table(columns, rows, best=chosen)
+def show_advice(screen: Screen, advice: Recommendation) -> None:
+    """The candidates from the lowest NLL, why the others are out, and why this one was chosen."""
+    columns = {"": "left", "NLL": "right", "gain over temperature": "right", "folds": "right", "seconds": "right"}
+    judged = [candidate for candidate in advice.candidates if candidate.nll is not None]
+    rows = []
+    for one in judged:
+        gain = f"{one.gain:+.4f} ± {one.standard_error:.4f}" if one.standard_error else ""
+        rows.append((short(one.method), f"{one.nll:.4f}", gain, str(one.num_folds), seconds(one.seconds)))
+    chosen = [candidate.method for candidate in judged].index(advice.method)
+    screen.show(rows_table(columns, rows, best=chosen))
+    left_out = [candidate for candidate in advice.candidates if candidate.reason]
+    screen.say(*(f"Left out: {short(candidate.method)}; {candidate.reason}." for candidate in left_out))
+    screen.say("", advice.reason, "")

@@ -15,7 +15,7 @@ import poise
 from poise._arrays import to_floating
 from poise.calibrators import Calibrator
 from poise.calibrators.criteria import NLL_FLOOR
-from poise.cli.advice import recommendation_table, refuse_options, told
+from poise.cli.advice import refuse_options, show_advice, told
 from poise.cli.measure import Measured, measure, plain_bins, top_label_bins
 from poise.cli.methods import NOISES, calibrator, in_words, kept, learned
 from poise.cli.options import Debug, Json, NumBins, check_outputs
@@ -86,9 +86,8 @@ def fit(
         scores = read_scores(val)
         logits = network_logits(scores)
         with screen.working(f"fitting {type(unfitted).__name__} on {scores.num_samples:,} rows"):
-            fitted = unfitted.fit(
-                logits, scores.labels, features=features_for(unfitted, scores), classes=scores.classes
-            )
+            features = features_for(unfitted, scores)
+            fitted = unfitted.fit(logits, scores.labels, features=features, classes=scores.classes)
     with screen.working("scoring"):
         labels = scores.labels
         assert labels is not None  # read_scores saw to it
@@ -118,8 +117,7 @@ def fit(
     if scores.logits is None:
         screen.say("The file holds probabilities; their logarithms were taken for logits.")
     if advice is not None:
-        screen.show(recommendation_table(advice))
-        screen.say(advice.reason, "")
+        show_advice(screen, advice)
     screen.say("Learned: " + ", ".join(f"{name} {in_words(value)}" for name, value in learned(fitted).items()))
     screen.show(*_candidates_table(fitted), metrics_table({"before": before, "after": after}))
     screen.say(

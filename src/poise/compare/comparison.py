@@ -90,7 +90,7 @@ class Comparison:
         for row in self.rows:
             if row.method == method:
                 return row
-        raise KeyError(f"there is no row {method!r}; there are {', '.join(row.method for row in self.rows)}.")
+        raise KeyError(f"there is no row {method}; there are {', '.join(row.method for row in self.rows)}.")
 
     def ranked(self) -> tuple[Row, ...]:
         """Rows from the best, by NLL where it was measured and else by the first metric; what failed comes last."""

@@ -67,6 +67,8 @@ class _Entry:
     seconds: float = 0.0
     reason: str = ""
     folds_done: int = 0
+    probes: list[float] = field(default_factory=list)
+    """Seconds of fits on few rows."""
 
     @property
     def is_left_out(self) -> bool:
@@ -108,40 +110,53 @@ class Race:
         if reference.is_left_out:
             raise ValueError(f"temperature scaling could not be fitted here: {reference.reason}")
         for entry in rivals:
-            self.probe(entry)
+            self.probe(entry, _PROBING * self.budget / len(self.entries))
         rivals.sort(key=lambda entry: entry.cost)
+        self.judge([entry for entry in rivals if self.can_afford(entry)])
+        # What looked too dear on a few rows may be found cheaper on more, now that the time that is left is known.
         for entry in rivals:
-            self.fold(entry, 0)
-        self.drop_hopeless()
-        # The most promising first: where time runs out, it is the others that are judged on fewer folds.
-        for entry in sorted(rivals, key=lambda entry: entry.is_left_out or -entry.ahead_of(reference)[0]):
-            for number in range(1, self.num_folds):
-                self.fold(entry, number)
+            if not entry.folds_done:
+                self.probe(entry, (self.budget - self.spent) / 3)
+                self.judge([entry])
         return self.verdict()
 
-    def probe(self, entry: _Entry) -> None:
+    def probe(self, entry: _Entry, allowance: float) -> None:
         """Fits on a few rows, then on four times as many, and so on: how the cost grows tells what a fold will cost."""
         training = len(self.folds) * (1 - 1 / self.num_folds)
         sizes = [training / 4**power for power in range(1, 20) if training / 4**power >= _FEWEST][::-1]
-        previous = 0.0
-        for size in sizes:
-            if previous * 4 > _PROBING * self.budget / len(self.entries):
+        for size in sizes[len(entry.probes) :]:
+            if entry.probes and entry.probes[-1] * 4**_GROWTH > allowance:
                 return
             some = stratified_folds(self.sample.labels, round(len(self.folds) / size), self.seed + 1) == 0
-            seconds = self.timed(entry, some, None)
-            power = math.log(seconds / previous, 4) if previous else _GROWTH
-            entry.cost = seconds * (training / size) ** min(max(power, 0.0), _MOST_GROWTH)
-            previous = seconds
+            entry.probes.append(self.timed(entry, some, None))
+            last = entry.probes[-1]
+            before = entry.probes[-2] if len(entry.probes) > 1 else last / 4**_GROWTH
+            growth = min(max(math.log(last / before, 4), 0.0), _MOST_GROWTH)
+            entry.cost = last * (training / size) ** growth
+
+    def can_afford(self, entry: _Entry) -> bool:
+        """Whether there is time for one more fold, and for the fit on all rows that may come last."""
+        whole_fit = entry.cost * self.num_folds / (self.num_folds - 1)
+        return self.spent + entry.cost + whole_fit <= self.budget
+
+    def judge(self, entries: list[_Entry]) -> None:
+        """The first fold of each, and the others of those that are not hopeless after it, the most promising first."""
+        for entry in entries:
+            self.fold(entry, 0)
+        self.drop_hopeless([entry for entry in entries if entry.folds_done])
+        remaining = [entry for entry in entries if not entry.is_left_out]
+        for entry in sorted(remaining, key=lambda entry: -entry.ahead_of(self.entries[0])[0]):
+            for number in range(1, self.num_folds):
+                self.fold(entry, number)
 
     def fold(self, entry: _Entry, number: int) -> None:
-        """Fits without a fold and predicts it, if there is time for that and for the fit that may come last."""
+        """Fits without a fold and predicts it, if time allows; temperature scaling is always fitted."""
         if entry.is_left_out:
             return
-        whole_fit = entry.cost * self.num_folds / (self.num_folds - 1)
-        if self.spent + entry.cost + whole_fit > self.budget and entry is not self.entries[0]:
+        if not self.can_afford(entry) and entry is not self.entries[0]:
             if not entry.folds_done:
-                needed = math.ceil(entry.cost + whole_fit)
-                entry.reason = f"a fold and a fit would take some {needed} s, more than the budget has left"
+                needed = math.ceil(entry.cost * (1 + self.num_folds / (self.num_folds - 1)))
+                entry.reason = f"a fold and a fit may take {needed} s, more than the budget had left"
             return
         held_out = self.folds == number
         entry.cost = max(self.timed(entry, ~held_out, held_out), entry.cost if number else 0.0)
@@ -165,14 +180,13 @@ class Race:
         entry.seconds += seconds
         return seconds
 
-    def drop_hopeless(self) -> None:
-        """After the first fold; temperature scaling, which has them all by then, stays."""
-        racing = [entry for entry in self.entries if not entry.is_left_out]
-        reference = self.entries[0]
-        best = max(racing, key=lambda entry: entry.ahead_of(reference)[0])
-        for entry in racing:
+    def drop_hopeless(self, entries: list[_Entry]) -> None:
+        """Those that are far behind the best of all after their first fold."""
+        racing = [entry for entry in self.entries if entry.folds_done and not entry.is_left_out]
+        best = max(racing, key=lambda entry: entry.ahead_of(self.entries[0])[0])
+        for entry in entries:
             ahead, error = entry.ahead_of(best)
-            if entry is not reference and ahead < -_HOPELESS * error:
+            if not entry.is_left_out and ahead < -_HOPELESS * error:
                 entry.reason = f"on the first fold it was {-ahead:.4f} ± {error:.4f} behind {short(best.name)}"
 
     def verdict(self) -> tuple[str, str, tuple[Candidate, ...]]:

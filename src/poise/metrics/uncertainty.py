@@ -92,7 +92,7 @@ def interval(
         low, corrected, high = _quantiles(2 * value - runs.values(), outside, 0.5, 1 - outside)
         if runs.statistic.distance:
             # Near its least value the reflection is too sure: what noise alone would show may be noise alone.
-            floor = noise_floor(probs, metric, level=1 - outside, seed=seed)
+            floor = noise_floor(probs, metric, draws=100, level=1 - outside, seed=seed)
             low = 0.0 if value <= floor.high else max(low, 0.0)
             corrected = max(low, corrected if value > floor.mean else 0.0)
             high = max(high, value, low)
