@@ -78,7 +78,8 @@ class _Entry:
         """By how much its losses are lower than another's on the rows that both have, and the standard error."""
         both = ~torch.isnan(self.losses + other.losses)
         difference = (other.losses - self.losses)[both]
-        return float(difference.mean()), float(difference.std() / math.sqrt(len(difference)))
+        spread = difference.std(correction=0)
+        return float(difference.mean()), float(spread / math.sqrt(max(1, len(difference) - 1)))
 
 
 @dataclass(eq=False)
@@ -143,7 +144,7 @@ class Race:
         """The first fold of each, and the others of those that are not hopeless after it, the most promising first."""
         for entry in entries:
             self.fold(entry, 0)
-        self.drop_hopeless([entry for entry in entries if entry.folds_done])
+        self.drop_hopeless([entry for entry in entries if entry.folds_done and not entry.is_left_out])
         remaining = [entry for entry in entries if not entry.is_left_out]
         for entry in sorted(remaining, key=lambda entry: -entry.ahead_of(self.entries[0])[0]):
             for number in range(1, self.num_folds):
@@ -160,7 +161,7 @@ class Race:
             return
         held_out = self.folds == number
         entry.cost = max(self.timed(entry, ~held_out, held_out), entry.cost if number else 0.0)
-        entry.folds_done += 1
+        entry.folds_done += not entry.is_left_out
 
     def timed(self, entry: _Entry, training: Tensor, held_out: Tensor | None) -> float:
         """Seconds of a fit, and of the losses of the rows held out where there are any."""
@@ -186,7 +187,7 @@ class Race:
         best = max(racing, key=lambda entry: entry.ahead_of(self.entries[0])[0])
         for entry in entries:
             ahead, error = entry.ahead_of(best)
-            if not entry.is_left_out and ahead < -_HOPELESS * error:
+            if ahead < -_HOPELESS * error:
                 entry.reason = f"on the first fold it was {-ahead:.4f} ± {error:.4f} behind {short(best.name)}"
 
     def verdict(self) -> tuple[str, str, tuple[Candidate, ...]]:
