@@ -28,6 +28,7 @@ from poise.calibrators import (
     VectorScaling,
     paper_consistency,
 )
+from poise.compare import Comparison, Recommendation, compare, recommend
 from poise.io import Scores, load, read_scores, save, write_scores
 from poise.link import Link
 from poise.neighbors import Additive, Augmented
@@ -42,6 +43,7 @@ __all__ = [
     "BetaCalibration",
     "BoundWarning",
     "ClasswiseTemperatureScaling",
+    "Comparison",
     "ConsistencyCalibration",
     "DensityAwareCalibration",
     "DirichletCalibration",
@@ -55,6 +57,7 @@ __all__ = [
     "MatrixScaling",
     "ParameterizedTemperatureScaling",
     "ProximityCalibration",
+    "Recommendation",
     "SampledConsistency",
     "Scores",
     "SplineCalibration",
@@ -62,6 +65,7 @@ __all__ = [
     "StructuredVectorScaling",
     "TemperatureScaling",
     "VectorScaling",
+    "compare",
     "io",
     "link",
     "load",
@@ -71,6 +75,7 @@ __all__ = [
     "paper_consistency",
     "read_scores",
     "readout",
+    "recommend",
     "sampling",
     "save",
     "write_scores",

@@ -15,8 +15,9 @@ import poise
 from poise._arrays import to_floating
 from poise.calibrators import Calibrator
 from poise.calibrators.criteria import NLL_FLOOR
+from poise.cli.advice import refuse_options, show_advice, told
 from poise.cli.measure import Measured, measure, plain_bins, top_label_bins
-from poise.cli.methods import BASELINES, NOISES, calibrator, in_words, kept, learned
+from poise.cli.methods import NOISES, calibrator, in_words, kept, learned
 from poise.cli.options import Debug, Json, NumBins, check_outputs
 from poise.cli.screen import Screen, legend, metrics_table, reliability, rows_table
 from poise.io import Scores, load, read_scores, save, write_scores
@@ -37,8 +38,8 @@ def fit(
         str,
         typer.Option(
             metavar="NAME",
-            help="consistency (exact), temperature, sampled (random draws), paper (as published), or what it is "
-            f"compared with: {', '.join(BASELINES)}.",
+            help="consistency (exact), temperature, sampled (random draws), paper (as published), auto (chosen by "
+            "cross-validation), or a name that poise compare shows.",
         ),
     ] = "consistency",
     noise: Annotated[
@@ -64,7 +65,8 @@ def fit(
             "Default: none.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of what is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws of sampled and paper, and of the folds of auto.")] = 0,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Time that auto may take.")] = 120.0,
     json: Json = None,
     debug: Debug = False,
 ) -> None:
@@ -73,15 +75,24 @@ def fit(
     check_outputs({"the input": val}, {"--output": output, "--json": json})
     if output.suffix.lower() != ".safetensors":
         raise ValueError(f"a calibrator is kept as .safetensors, but --output {output} came; change its ending.")
-    unfitted = calibrator(method, noise, criterion, scaling, seed)
-    scores = read_scores(val)
-    logits, features = network_logits(scores), network_features(scores, unfitted, val)
-    with screen.working(f"fitting {type(unfitted).__name__} on {scores.num_samples:,} rows"):
-        fitted = unfitted.fit(logits, scores.labels, features=features, classes=scores.classes)
+    if method == "auto":
+        refuse_options(noise, criterion, scaling)
+        scores = read_scores(val)
+        with screen.steps() as progress:
+            advice = poise.recommend(scores, budget=budget, seed=seed, progress=progress)
+        fitted, logits = advice.calibrator, network_logits(scores)
+    else:
+        advice, unfitted = None, calibrator(method, noise, criterion, scaling, seed)
+        scores = read_scores(val)
+        logits = network_logits(scores)
+        with screen.working(f"fitting {type(unfitted).__name__} on {scores.num_samples:,} rows"):
+            features = network_features(scores, unfitted, val)
+            fitted = unfitted.fit(logits, scores.labels, features=features, classes=scores.classes)
+    with screen.working("scoring"):
         labels = scores.labels
         assert labels is not None  # read_scores saw to it
         before = measure(network_probs(scores), labels)
-        after = measure(fitted.predict_proba(logits, features=features), labels)
+        after = measure(fitted.predict_proba(logits, features=scores.features), labels)
     save(fitted, output)
     screen.write_json(
         {
@@ -91,12 +102,13 @@ def fit(
             "output": str(output),
             "method": method,
             "calibrator": type(fitted).__name__,
-            "criterion": fitted.get_params(deep=False).get("criterion"),
+            "criterion": fitted.get_params().get("criterion"),
             "seed": seed,
             "num_samples": scores.num_samples,
             "num_classes": scores.num_classes,
             "learned": learned(fitted),
             "candidates": getattr(fitted, "candidates_", []),
+            "recommendation": None if advice is None else told(advice),
             "nll_floor": NLL_FLOOR,
             "validation": {"before": plain_metrics(before), "after": plain_metrics(after)},
         }
@@ -104,6 +116,8 @@ def fit(
     screen.head(f"{type(fitted).__name__}, fitted on {sizes(scores)}")
     if scores.logits is None:
         screen.say("The file holds probabilities; their logarithms were taken for logits.")
+    if advice is not None:
+        show_advice(screen, advice)
     screen.say("Learned: " + ", ".join(f"{name} {in_words(value)}" for name, value in learned(fitted).items()))
     screen.show(*_candidates_table(fitted), metrics_table({"before": before, "after": after}))
     screen.say(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-import re
 from typing import Any
 
 from torch import Tensor
@@ -18,23 +16,13 @@ from poise.calibrators import (
     TemperatureScaling,
     paper_consistency,
 )
-from poise.calibrators.base import CALIBRATORS
 from poise.calibrators.criteria import CRITERIA
+from poise.compare import named
 from poise.neighbors import Additive
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Logistic, Noise, Uniform
 
-_OWN = ("consistency", "temperature", "sampled", "paper")
-
-BASELINES: dict[str, type[Calibrator]] = {
-    re.sub("(?<!^)(?=[A-Z])", "-", re.sub("(Scaling|Calibration)$", "", name)).lower(): kind
-    for name, kind in sorted(CALIBRATORS.items())
-    if kind.__module__.startswith("poise.")
-    and not inspect.isabstract(kind)
-    and kind not in (ConsistencyCalibration, TemperatureScaling, SampledConsistency)
-}
-"""What consistency calibration is compared with: `HistogramBinning` is histogram-binning, `VectorScaling` vector."""
-
-METHODS = (*_OWN, *BASELINES)
+METHODS = ("auto", "consistency", "temperature", "sampled", "paper")
+"""Words with options of their own; every other method is known by its name, with its defaults."""
 
 _MOST_NUMBERS = 1000
 """Of a learned table that is written out; a larger one is told by its shape."""
@@ -56,9 +44,13 @@ def calibrator(
     method: str, noise: str | None = None, criterion: str | None = None, scaling: str | None = None, seed: int = 0
 ) -> Calibrator:
     """The calibrator that a few words ask for; words that do not go together are refused."""
-    _check.choice(method, METHODS, "--method")
-    if method in BASELINES:
-        return _baseline(method, noise, criterion, scaling, seed)
+    if method not in METHODS:
+        if (noise, criterion, scaling) != (None, None, None):
+            raise ValueError(
+                f"--noise, --criterion and --scaling are for {', '.join(METHODS[1:])}, but --method {method} came; "
+                "write options in brackets, as in --method \"consistency(scaling='auto')\"."
+            )
+        return named(method)
     if criterion is not None:
         _check.choice(criterion, CRITERIA, "--criterion")
     if noise is not None and method in ("temperature", "paper"):
@@ -81,15 +73,6 @@ def calibrator(
         found = SampledConsistency(Additive(parse_noise(noise or "gaussian")))
     found.set_params(seed=seed, criterion=criterion or "ece")
     return found
-
-
-def _baseline(method: str, noise: str | None, criterion: str | None, scaling: str | None, seed: int) -> Calibrator:
-    accepted = inspect.signature(BASELINES[method]).parameters
-    for option, value in {"noise": noise, "criterion": criterion, "scaling": scaling}.items():
-        if value is not None and option not in accepted:
-            raise ValueError(f"--method {method} has no {option} to choose, but {value} came; leave --{option} out.")
-    given = {"criterion": criterion, "seed": seed}
-    return BASELINES[method](**{name: value for name, value in given.items() if name in accepted and value is not None})
 
 
 def parse_noise(word: str) -> Noise:
