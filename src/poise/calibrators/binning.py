@@ -22,7 +22,7 @@ _WIDEST = 10
 """C of BBQ: binnings of n^⅓/C to C·n^⅓ bins are averaged."""
 
 
-class _Binned(Calibrator):
+class _Steps:
     """A step function of the probability of each class, or of the top one: ``edges_`` and ``rates_``, a row each."""
 
     mode: str
@@ -38,7 +38,7 @@ class _Binned(Calibrator):
         return recombined(logits, steps(asked(logits, self.mode), edges, rates), self.mode)
 
 
-class HistogramBinning(_Binned):
+class HistogramBinning(_Steps, Calibrator):
     """p → the share of validation samples in the bin of p that came true; bins (lo, hi].
 
     With mode="one_vs_rest" every class has bins of its own and the rows are divided by their sums; neither order nor
@@ -80,7 +80,7 @@ class HistogramBinning(_Binned):
         self.rates_ = torch.where(bins.count > 0, bins.accuracy, centers)
 
 
-class BayesianBinning(_Binned):
+class BayesianBinning(_Steps, Calibrator):
     """BBQ: the average over many binnings into quantiles, each weighted by how probable it makes the labels.
 
     p → Σ_B P(B | labels) (m_b + α_b)/(n_b + N'/B), where b is the bin of p in the binning with B quantile bins, m_b of
