@@ -135,7 +135,7 @@ def test_what_is_judged_on_some_folds_is_compared_on_those(monkeypatch):
     val = sample(2.0, n=700)
     found = poise.recommend(val, {"ticking": ticking}, budget=7.1)
     one = next(candidate for candidate in found.candidates if candidate.method == "ticking")
-    # A second for 140 rows; then folds of a second each, while there is time for one more and the 1.25 s of the last fit.
+    # A second for 140 rows; then folds of a second each, while there is time for one and the 1.25 s of the last fit.
     assert one.num_folds == 4
     assert one.seconds == 5
     temperature = next(candidate for candidate in found.candidates if candidate.method == "TemperatureScaling")

@@ -72,7 +72,7 @@ def compare(
         raise KeyboardInterrupt
 
 
-def show(screen: Screen, found: Comparison) -> None:
+def show(screen: Screen, found: Comparison, *, with_legend: bool = True) -> None:
     """The comparison in as many tables as the width asks for, and what must be known to read them."""
     screen.head(
         f"{len(found.rows)} methods, fitted on {found.num_val:,} rows of {found.num_classes:,} classes, judged on "
@@ -83,7 +83,7 @@ def show(screen: Screen, found: Comparison) -> None:
     if not found.is_complete:
         screen.warn("Interrupted: only what was finished is shown.")
     screen.show(*_tables(found, screen.out.width))
-    screen.say(*_legend(found))
+    screen.say(*(_legend(found) if with_legend else ()), *_spreads(found))
     for row in found.rows:
         if row.error is not None:
             screen.warn(f"{short(row.method)} failed: {row.error}")
@@ -113,6 +113,9 @@ def _legend(found: Comparison) -> Iterator[str]:
             "Noise floor: what a perfectly calibrated network with the confidences of "
             f"{short(found.floor_of)} would show on as many rows, on average and in 95 of 100 cases at most."
         )
+
+
+def _spreads(found: Comparison) -> Iterator[str]:
     for row in found.ranked():
         spreads = [(column, row.cells[column.name].spread) for column in found.columns if column.name in row.cells]
         if row.num_runs > 1:

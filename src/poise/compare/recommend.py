@@ -56,8 +56,10 @@ def recommend(
 
     >>> from poise import demo
     >>> found = recommend(demo.load()[0], methods=["VectorScaling", "EnsembleTemperatureScaling"])
-    >>> found.method, [candidate.method for candidate in found.candidates][:2]
-    ('VectorScaling', ['VectorScaling', 'EnsembleTemperatureScaling'])
+    >>> print(found.method, found.candidates[0].method)
+    TemperatureScaling VectorScaling
+    >>> found.reason.split('. ')[1]
+    'The lowest is that of Vector, by 0.0024 ± 0.0017, which may be chance.'
 
     Reference: Stone, JRSS B 1974 (cross-validation); Diebold, Mariano, 1995 (paired differences of losses).
     """
