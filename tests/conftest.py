@@ -32,6 +32,13 @@ def load_shared(name: str, split: str) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.from_numpy(arrays["logits"]), torch.from_numpy(arrays["labels"])
 
 
+def load_features(name: str, split: str) -> torch.Tensor:
+    """What the last layer of the network of `load_shared` read, where that is known."""
+    load_shared(name, split)
+    with np.load(SHARED / f"{name}.{split}.npz") as arrays:
+        return torch.from_numpy(arrays["features"])
+
+
 @pytest.fixture(scope="session")
 def shared_logits():
     """`load_shared` for tests that take fixtures: ``logits, labels = shared_logits("cifar10-resnet50-ce", "val")``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from poise import demo, metrics
 from poise.cli.app import app
 from poise.cli.methods import NOISES, calibrator, noise_word, parse_noise
 from poise.cli.screen import Screen, number, reliability
+from poise.compare import Comparison
 from poise.metrics import Bins
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, LogGamma
 
@@ -178,6 +180,29 @@ def test_paper_method_is_the_librarys():
     assert ours == theirs | {"seed": 2}
 
 
+@pytest.mark.parametrize("word", ["histogram-binning", "group", "density-aware", "proximity", "feature-clipping"])
+def test_features_of_the_file_are_the_methods(folder, word):
+    """They are seen at the fit and after; a file that has none is refused where they are needed."""
+    val, test = (poise.read_scores(f"{split}.npz") for split in ("val", "test"))
+    mixing = (torch.eye(10) + torch.linspace(-1, 1, 100).view(10, 10).sin()).to(val.logits)
+    features = [scores.logits @ mixing for scores in (val, test)]
+    poise.write_scores("val+.npz", logits=val.logits, labels=val.labels, features=features[0])
+    poise.write_scores("test+.npz", logits=test.logits, labels=test.labels, features=features[1])
+    shown = run("fit", "val+.npz", "-o", "c.safetensors", "--method", word, "--json", "fit.json").stdout
+    assert len(shown) < 3000
+    assert len(Path("fit.json").read_text()) < 50_000
+    run("apply", "c.safetensors", "test+.npz", "-o", "p.npz")
+    own = calibrator(word).fit(val.logits.float(), val.labels, features=features[0])
+    expected = own.predict_proba(test.logits.float(), features=features[1])
+    torch.testing.assert_close(poise.read_scores("p.npz").probs, expected, rtol=0, atol=1e-6)
+    if word != "histogram-binning":
+        error = run("apply", "c.safetensors", "test.npz", "-o", "q.npz", code=2).stderr
+        assert "features" in error
+        assert not Path("q.npz").exists()
+    if own.needs_features:
+        assert "val.npz has none" in run("fit", "val.npz", "-o", "d.safetensors", "--method", word, code=2).stderr
+
+
 def test_files_without_labels_are_applied(folder):
     shown = run("apply", "cal.safetensors", "unlabelled.npz", "-o", "p.csv").stdout
     assert "without labels" in shown
@@ -198,7 +223,7 @@ REFUSED = {
     "missing file": ("fit vall.npz -o c.safetensors", "did you mean 'val.npz'?"),
     "missing folder": ("fit val.npz -o no/c.safetensors", "make it first"),
     "other ending": ("fit val.npz -o c.npz", "a calibrator is kept as .safetensors"),
-    "method": ("fit val.npz -o c.safetensors --method temprature", "did you mean 'temperature'?"),
+    "method": ("fit val.npz -o c.safetensors --method temprature", "did you mean 'Temperature'?"),
     "noise": ("fit val.npz -o c.safetensors --noise gausian", "did you mean 'gaussian'?"),
     "number": ("fit val.npz -o c.safetensors --noise log-gamma:x", "takes a number, as in log-gamma:8"),
     "no number": ("fit val.npz -o c.safetensors --noise gumbel:2", "takes no number"),
@@ -208,6 +233,9 @@ REFUSED = {
     "criterion": ("fit val.npz -o c.safetensors --criterion nl", "did you mean 'nll'?"),
     "scaling": ("fit val.npz -o c.safetensors --scaling vectr", "did you mean 'vector'?"),
     "scaling of TS": ("fit val.npz -o c.safetensors --method temperature --scaling auto", "leave --scaling out"),
+    "noise of others": ("fit val.npz -o c.safetensors --method isotonic --noise gumbel", "write options in brackets"),
+    "criterion of others": ("fit val.npz -o c.safetensors --method beta --criterion ece", "write options in brackets"),
+    "features": ("fit val.npz -o c.safetensors --method proximity", "add an array `features`"),
     "seed": ("fit val.npz -o c.safetensors --method sampled --seed -1", "seed must be a whole number"),
     "NaN": ("fit nan.npz -o c.safetensors", "row 3 holds NaN"),
     "no labels": ("fit unlabelled.npz -o c.safetensors", "holds no labels"),
@@ -394,3 +422,92 @@ def test_output_survives_an_old_terminal(folder):
     ran = subprocess.run(command, capture_output=True, env=env, check=True)
     assert b"##" in ran.stdout
     assert ran.stdout.isascii()
+
+
+# ---- compare, and the method that is chosen
+
+
+def test_compare_is_the_library(folder):
+    options = ["--methods", "TS,Matrix(reg='odir', strength=1.0)", "--metrics", "ece,nll", "--bootstrap", "100"]
+    files = ["--json", "c.json", "--csv", "c.csv", "--latex", "c.tex"]
+    shown = run("compare", "--val", "val.npz", "--test", "test.npz", *options, *files).stdout
+    assert folder.new() == {"c.json", "c.csv", "c.tex"}
+    own = poise.compare(
+        "val.npz", "test.npz", ["TS", "MatrixScaling(reg='odir', strength=1.0)"], ["ece", "nll"], bootstrap=100
+    )
+    read = Comparison.from_json("c.json")
+    assert [row.cells for row in read.rows] == [row.cells for row in own.rows]
+    assert as_json(Path("c.json").read_text())["command"] == "compare"
+    assert Path("c.csv").read_text() == read.to_csv()
+    assert Path("c.tex").read_text() == read.to_latex()
+    value = own["TemperatureScaling"].cells["nll"].value
+    assert re.search(rf"^Temperature +[\d.]+\* .* {value:.4f}", shown, re.MULTILINE)
+    for said in (
+        "3 methods, fitted on 400 rows of 10 classes",
+        "noise floor",
+        "not told from it by the paired bootstrap",
+    ):
+        assert said in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_compare_fits_the_screen(folder, columns):
+    """No cell is cut, whatever the width."""
+    options = ["--methods", "TS,PTS,VS", "--seeds", "2", "--bootstrap", "60"]
+    shown = run("compare", "--val", "val.npz", "--test", "test.npz", *options, COLUMNS=str(columns)).stdout
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= columns
+    tables = re.findall(r"^uncalibrated .*", shown, re.MULTILINE)
+    assert len(tables) == {60: 6, 80: 3, 120: 2}[columns]
+    assert "ParameterizedTemperature: means of 2 seeds; standard deviations ECE" in " ".join(shown.split())
+
+
+def test_compare_says_what_went_wrong(folder):
+    shown = run("compare", "--val", "val.npz", "--test", "val.npz", "--methods", "TS", "--bootstrap", "50").stdout
+    assert "400 of the 400 test rows stand in the validation set too" in " ".join(shown.split())
+    result = run("compare", "--val", "val.npz", "--test", "test.npz", "--methods", "TS,vectr", code=2)
+    assert "did you mean 'Vector'?" in result.stderr
+    result = run("compare", "--val", "val.npz", "--test", "narrow.npz", "--methods", "TS", code=2)
+    assert "val has 10 classes but test has 3" in result.stderr
+    result = run("compare", "--val", "val.npz", "--test", "test.npz", "--csv", "val.npz", code=2)
+    assert "would overwrite" in result.stderr
+    assert folder.new() == set()
+
+
+def test_compare_interrupted_writes_what_is_finished(folder, monkeypatch):
+    def interrupted(self, *data):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(poise.VectorScaling, "_fit", interrupted)
+    options = ["--methods", "TS,VS", "--bootstrap", "50", "--json", "c.json"]
+    result = run("compare", "--val", "val.npz", "--test", "test.npz", *options, code=130)
+    assert "Interrupted: only what was finished is shown." in result.stdout
+    found = Comparison.from_json("c.json")
+    assert not found.is_complete
+    assert [row.method for row in found.rows] == ["uncalibrated", "TemperatureScaling"]
+
+
+def test_fit_auto_is_recommend(folder, monkeypatch):
+    few = {"SVS": poise.StructuredVectorScaling()}
+    monkeypatch.setattr(sys.modules["poise.compare.recommend"], "chosen", lambda wanted, with_features: few)
+    shown = run("fit", "val.npz", "-o", "c.safetensors", "--method", "auto", "--json", "f.json").stdout
+    advice = as_json(Path("f.json").read_text())["recommendation"]
+    own = poise.recommend("val.npz")
+    assert (advice["method"], advice["reason"]) == (own.method, own.reason)
+    assert " ".join(own.reason.split()) in " ".join(shown.split())
+    val = poise.read_scores("val.npz")
+    assert torch.equal(poise.load("c.safetensors").predict_proba(val.logits), own.calibrator.predict_proba(val.logits))
+    assert (
+        "chooses by itself"
+        in run("fit", "val.npz", "-o", "d.safetensors", "--method", "auto", "--noise", "gumbel", code=2).stderr
+    )
+
+
+def test_fit_takes_the_names_of_compare(folder):
+    run("fit", "val.npz", "-o", "c.safetensors", "--method", "VectorScaling", "--json", "f.json")
+    assert type(poise.load("c.safetensors")) is poise.VectorScaling
+    assert as_json(Path("f.json").read_text())["criterion"] is None
+    result = run("fit", "val.npz", "-o", "d.safetensors", "--method", "vectr", code=2)
+    assert "did you mean 'Vector'?" in result.stderr
+    result = run("fit", "val.npz", "-o", "d.safetensors", "--method", "VS", "--criterion", "ece", code=2)
+    assert "write options in brackets" in result.stderr

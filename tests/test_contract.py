@@ -23,6 +23,7 @@ from poise.neighbors import Additive
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, LogGamma, Uniform
 
 K, NUM_INPUTS = 4, 5
+MIXING = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(8), dtype=torch.float64)).Q
 HEAD_WEIGHT = torch.randn(NUM_INPUTS, K, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
@@ -35,8 +36,8 @@ class Example:
     """An unfitted calibrator, and how closely it keeps what exact arithmetic would keep; None where it need not."""
 
     make: Callable[[], Calibrator]
-    order: bool = True
-    """Keeps the order of the classes, where its class may."""
+    order: bool | None = None
+    """Whether it keeps the order of the classes, where that is not what its class says."""
     head: bool = False
     """Inputs are not logits but (n, 5) activations."""
     weights: float | None = 1e-4
@@ -44,6 +45,10 @@ class Example:
     shift: float | None = 1e-5
     permutation: float | None = 1e-5
     scale: float | None = 1e-4
+    """None for what is learned from the softmax of the logits as they are."""
+    steps: bool = False
+    """Bins, groups or a bound that a rounded row may find itself beyond: then only the mean change is small."""
+    calibrates: bool = True
     differentiable: bool = True
 
 
@@ -52,6 +57,8 @@ def sampled(**changes) -> Callable[[], Calibrator]:
 
 
 DRAWS = {"weights": None, "shift": 0.02, "permutation": 0.2, "scale": 1e-2, "differentiable": False}
+CURVE = {"scale": None, "differentiable": False}
+STEPS = CURVE | {"steps": True}
 EXAMPLES: dict[str, Example] = {
     "temperature": Example(poise.TemperatureScaling),
     "temperature-ece": Example(lambda: poise.TemperatureScaling(criterion="ece")),
@@ -74,6 +81,27 @@ EXAMPLES: dict[str, Example] = {
     "dirichlet": Example(poise.DirichletCalibration, scale=None),
     "structured-vector": Example(poise.StructuredVectorScaling),
     "structured-matrix": Example(poise.StructuredMatrixScaling),
+    "histogram": Example(lambda: poise.HistogramBinning(6), **STEPS),
+    "histogram-mass": Example(lambda: poise.HistogramBinning(8, "equal_mass"), **STEPS),
+    "histogram-top": Example(lambda: poise.HistogramBinning(4, mode="top_label"), order=True, **STEPS),
+    "bayesian-binning": Example(poise.BayesianBinning, **STEPS),
+    "bayesian-binning-top": Example(lambda: poise.BayesianBinning("top_label"), order=True, **STEPS),
+    "isotonic": Example(poise.IsotonicCalibration, **CURVE),
+    "isotonic-multiclass": Example(lambda: poise.IsotonicCalibration("multiclass"), order=True, **CURVE),
+    "spline": Example(poise.SplineCalibration, **CURVE),
+    "beta": Example(poise.BetaCalibration, scale=None),
+    "group": Example(poise.GroupCalibration, steps=True),
+    "group-ets": Example(
+        lambda: poise.GroupCalibration(num_partitions=3, num_groups=3, base="ets"), scale=None, steps=True
+    ),
+    # Repeated rows are each other's neighbors.
+    "proximity": Example(poise.ProximityCalibration, weights=None, **STEPS),
+    "proximity-bins": Example(lambda: poise.ProximityCalibration("bin_mean_shift", num_bins=2), weights=None, **STEPS),
+    "density-aware": Example(poise.DensityAwareCalibration, weights=None),
+    # Here no row is sure because its features are extreme: tests/test_clipping.py has such rows.
+    "clipping": Example(poise.FeatureClipping, scale=None, steps=True, calibrates=False),
+    "order": Example(poise.IntraOrderPreserving),
+    "order-diag": Example(lambda: poise.IntraOrderPreserving("diag")),
     "sampled": Example(sampled(), **DRAWS),
     "sampled-soft": Example(
         sampled(neighbors=Additive(Uniform()), readout="soft", criterion="nll"), **DRAWS | {"scale": None}
@@ -106,7 +134,9 @@ def data(head: bool = False, *, num_classes: int = K, num_samples: int = 240, se
     inputs = torch.randn(num_samples, NUM_INPUTS if head else num_classes, generator=generator, dtype=torch.float64) * 4
     probs = torch.softmax((linear_head(inputs) if head else inputs) / 2, dim=1)
     labels = torch.multinomial(probs, 1, generator=generator)[:, 0]
-    return Data(inputs, labels, torch.randn(num_samples, 6, generator=generator, dtype=torch.float64))
+    # What a last layer may have read: the logits are linear in it, each in all of it.
+    rest = torch.randn(num_samples, 6 - inputs.shape[1], generator=generator, dtype=torch.float64)
+    return Data(inputs, labels, torch.cat([inputs, rest], dim=1) @ MIXING)
 
 
 def fit(name: str, val: Data, **more) -> Calibrator:
@@ -135,7 +165,11 @@ def test_rows(name: str) -> Data:
 test_rows.__test__ = False  # type: ignore[attr-defined]
 
 each = pytest.mark.parametrize("name", EXAMPLES)
-KEEPS_ORDER = [name for name, example in EXAMPLES.items() if example.make().keeps_order and example.order]
+KEEPS_ORDER = [
+    name
+    for name, example in EXAMPLES.items()
+    if (example.make().keeps_order if example.order is None else example.order)
+]
 each_on_logits = pytest.mark.parametrize("name", ON_LOGITS)
 
 
@@ -156,7 +190,7 @@ def test_probabilities(name):
     assert 0.3 < (predicted == rows.labels).double().mean() <= 1
 
 
-@each
+@pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.calibrates])
 def test_it_calibrates(name):
     """Twice too confident logits come out with a lower likelihood loss than the softmax gives."""
     rows = data(EXAMPLES[name].head, num_samples=1000, seed=2)
@@ -259,7 +293,8 @@ def test_fitting_on_arrays_of_any_kind(name, kind):
     calibrator.fit(convert(val.inputs), labels, **with_features(calibrator, val))
     assert calibrator.n_features_in_ == val.inputs.shape[1]
     # Rounding the logits moves the optimum a little, and a step-like criterion's by a step.
-    torch.testing.assert_close(predict(calibrator, rows), predict(fitted(name), rows), rtol=0, atol=0.15)
+    moved = (predict(calibrator, rows) - predict(fitted(name), rows)).abs()
+    assert moved.mean() < 0.03 if EXAMPLES[name].steps else moved.max() < 0.15
     if kind in ("list", "pandas", "dlpack", "array-api"):
         assert torch.equal(predict(calibrator, rows), predict(fitted(name), rows))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+from netcal.scaling import TemperatureScaling as NetcalTemperatureScaling
 from scipy.optimize import minimize
 from sklearn.calibration import _TemperatureScaling
 
@@ -56,6 +59,17 @@ def test_a_calibration_error_is_searched_as_well_as_by_the_published_grid(criter
     grid = {t: measure(torch.softmax(logits.double() / t, 1), labels) for t in np.arange(1, 101) / 10}
     assert measure(calibrator.predict_proba(logits.double()), labels) <= min(grid.values())
     assert calibrator.temperature_ == pytest.approx(2.5, abs=0.1)
+
+
+@pytest.mark.parametrize("name", [PAPER, "20news-text"])
+def test_netcal_finds_the_same_temperature(name):
+    logits, labels = load_shared(name, "val")
+    theirs = NetcalTemperatureScaling()
+    with warnings.catch_warnings():
+        # What it is built on warns of itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        theirs.fit(torch.softmax(logits.double(), 1).numpy(), labels.numpy())
+    assert TemperatureScaling().fit(logits, labels).temperature_ == pytest.approx(1 / theirs.temperature[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -199,9 +199,8 @@ def choice(value: str, options: Iterable[str], name: str) -> str:
     """One of a few words."""
     known = list(options)
     if value not in known:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, known))}, but is {value!r}{_nearest(str(value), known)}."
-        )
+        hint = _nearest(str(value), known) or "."
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, but is {value!r}{hint}")
     return value
 
 
@@ -229,8 +228,9 @@ def head_output(logits: Tensor, *, num_samples: int) -> Logits:
 
 
 def _nearest(word: str, options: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(options), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    known = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(word.lower(), list(known), n=1)
+    return f"; did you mean {known[close[0]]!r}?" if close else ""
 
 
 def _matrix(array: Array, name: str) -> Tensor:

@@ -121,11 +121,7 @@ def _cross_validated(scores: Logits, labels: Labels, weight: Tensor | None, num_
     """The strength of ODIR with the lowest mean −log p of samples held out."""
     mass = torch.ones_like(scores[:, 0]) if weight is None else weight.to(scores)
     scores, labels, mass = scores[mass > 0], labels[mass > 0], mass[mass > 0]
-    # Equal rows share a fold, so that a weight of two is a row given twice; the key knows no order of the classes.
-    key = scores.gather(1, labels[:, None])[:, 0] - scores.mean(dim=1)
-    groups, group = torch.unique(torch.round(key * 1e6), return_inverse=True)
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).to(labels.device)
-    fold_of = (order % num_folds)[group]
+    fold_of = random_folds(scores, labels, num_folds, torch.Generator().manual_seed(seed))
     folds = [fold_of == fold for fold in range(num_folds) if 0 < int((fold_of == fold).sum()) < len(labels)]
     starts: list[Map | None] = [None] * len(folds)
     best, best_loss, worse = _GRID[0], math.inf, 0
@@ -182,6 +178,28 @@ def minimize(loss_and_grad: LossAndGrad, start: Tensor, *, unit: Tensor | float 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     # The best point seen: where a line search fails, the last one need not be it.
     return best
+
+
+def differentiated(loss: Callable[[Tensor], Tensor]) -> LossAndGrad:
+    """A differentiable loss with its gradient, as `minimize` asks for it."""
+
+    def loss_and_grad(theta: Tensor) -> tuple[Tensor, Tensor]:
+        theta = theta.detach().requires_grad_()
+        with torch.enable_grad():
+            value = loss(theta)
+            (gradient,) = torch.autograd.grad(value, theta)
+        return value.detach(), gradient
+
+    return loss_and_grad
+
+
+def random_folds(scores: Logits, labels: Labels, num_folds: int, generator: torch.Generator) -> Tensor:
+    """(n,) a random fold of every row; equal rows share one, so that a weight of two is a row given twice."""
+    # The key knows no order of the classes.
+    key = scores.gather(1, labels[:, None])[:, 0] - scores.mean(dim=1)
+    rows, row = torch.unique(torch.round(key * 1e6), return_inverse=True)
+    order = torch.randperm(len(rows), generator=generator).to(labels.device)
+    return (order % num_folds)[row]
 
 
 def total_weight(labels: Labels, weight: Tensor | None) -> float:

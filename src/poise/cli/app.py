@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 import poise
 from poise.cli import commands, demo
+from poise.cli.compare import compare, known
 from poise.cli.options import DEBUG
 from poise.cli.screen import Screen
 
@@ -66,6 +67,7 @@ app.command("demo", epilog="Example: poise demo --out demo")(demo.demo)
 app.command("fit", epilog="Example: poise fit val.npz -o calibrator.safetensors")(commands.fit)
 app.command("apply", epilog="Example: poise apply calibrator.safetensors test.npz -o probs.npz")(commands.apply)
 app.command("evaluate", epilog="Example: poise evaluate probs.npz --plot reliability.png")(commands.evaluate)
+app.command("compare", epilog=f"{known()}\n\nExample: poise compare --val val.npz --test test.npz")(compare)
 
 
 def _sentence(error: Exception) -> str:

@@ -15,6 +15,7 @@ import poise
 from poise._arrays import to_floating
 from poise.calibrators import Calibrator
 from poise.calibrators.criteria import NLL_FLOOR
+from poise.cli.advice import refuse_options, show_advice, told
 from poise.cli.measure import Measured, measure, plain_bins, top_label_bins
 from poise.cli.methods import NOISES, calibrator, in_words, kept, learned
 from poise.cli.options import Debug, Json, NumBins, check_outputs
@@ -37,7 +38,8 @@ def fit(
         str,
         typer.Option(
             metavar="NAME",
-            help="consistency (exact), temperature, sampled (random draws), or paper (as published).",
+            help="consistency (exact), temperature, sampled (random draws), paper (as published), auto (chosen by "
+            "cross-validation), or a name that poise compare shows.",
         ),
     ] = "consistency",
     noise: Annotated[
@@ -63,7 +65,8 @@ def fit(
             "Default: none.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the draws of sampled and paper.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws of sampled and paper, and of the folds of auto.")] = 0,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Time that auto may take.")] = 120.0,
     json: Json = None,
     debug: Debug = False,
 ) -> None:
@@ -72,15 +75,24 @@ def fit(
     check_outputs({"the input": val}, {"--output": output, "--json": json})
     if output.suffix.lower() != ".safetensors":
         raise ValueError(f"a calibrator is kept as .safetensors, but --output {output} came; change its ending.")
-    unfitted = calibrator(method, noise, criterion, scaling, seed)
-    scores = read_scores(val)
-    logits = network_logits(scores)
-    with screen.working(f"fitting {type(unfitted).__name__} on {scores.num_samples:,} rows"):
-        fitted = unfitted.fit(logits, scores.labels, classes=scores.classes)
+    if method == "auto":
+        refuse_options(noise, criterion, scaling)
+        scores = read_scores(val)
+        with screen.steps() as progress:
+            advice = poise.recommend(scores, budget=budget, seed=seed, progress=progress)
+        fitted, logits = advice.calibrator, network_logits(scores)
+    else:
+        advice, unfitted = None, calibrator(method, noise, criterion, scaling, seed)
+        scores = read_scores(val)
+        logits = network_logits(scores)
+        with screen.working(f"fitting {type(unfitted).__name__} on {scores.num_samples:,} rows"):
+            features = network_features(scores, unfitted, val)
+            fitted = unfitted.fit(logits, scores.labels, features=features, classes=scores.classes)
+    with screen.working("scoring"):
         labels = scores.labels
         assert labels is not None  # read_scores saw to it
         before = measure(network_probs(scores), labels)
-        after = measure(fitted.predict_proba(logits), labels)
+        after = measure(fitted.predict_proba(logits, features=scores.features), labels)
     save(fitted, output)
     screen.write_json(
         {
@@ -90,12 +102,13 @@ def fit(
             "output": str(output),
             "method": method,
             "calibrator": type(fitted).__name__,
-            "criterion": fitted.get_params()["criterion"],
+            "criterion": fitted.get_params().get("criterion"),
             "seed": seed,
             "num_samples": scores.num_samples,
             "num_classes": scores.num_classes,
             "learned": learned(fitted),
             "candidates": getattr(fitted, "candidates_", []),
+            "recommendation": None if advice is None else told(advice),
             "nll_floor": NLL_FLOOR,
             "validation": {"before": plain_metrics(before), "after": plain_metrics(after)},
         }
@@ -103,6 +116,8 @@ def fit(
     screen.head(f"{type(fitted).__name__}, fitted on {sizes(scores)}")
     if scores.logits is None:
         screen.say("The file holds probabilities; their logarithms were taken for logits.")
+    if advice is not None:
+        show_advice(screen, advice)
     screen.say("Learned: " + ", ".join(f"{name} {in_words(value)}" for name, value in learned(fitted).items()))
     screen.show(*_candidates_table(fitted), metrics_table({"before": before, "after": after}))
     screen.say(
@@ -133,9 +148,9 @@ def apply(
     fitted = _load(calibrator_file, test)
     scores = read_scores(test, need_labels=False)
     names = _class_names(fitted, scores, calibrator_file, test)
-    logits = network_logits(scores)
+    logits, features = network_logits(scores), network_features(scores, fitted, test)
     with screen.working(f"{type(fitted).__name__} on {scores.num_samples:,} rows"):
-        probs = fitted.predict_proba(logits)
+        probs = fitted.predict_proba(logits, features=features)
     before = network_probs(scores)
     changed = int((probs.argmax(1) != before.argmax(1)).sum())
     sure = {"before": _mean_confidence(before), "after": _mean_confidence(probs)}
@@ -231,6 +246,16 @@ def evaluate(
 def network_logits(scores: Scores) -> Tensor:
     """The logits, halves widened so that probabilities keep their digits."""
     return to_floating(scores.as_logits())
+
+
+def network_features(scores: Scores, calibrator: Calibrator, file: Path) -> Tensor | None:
+    """What the last layer read, where the file tells it."""
+    if scores.features is None and calibrator.needs_features:
+        raise ValueError(
+            f"{type(calibrator).__name__} needs the network's features, but {file} has none; add an array `features` "
+            "with what the last layer reads, one row for every sample."
+        )
+    return scores.features
 
 
 def network_probs(scores: Scores) -> Tensor:

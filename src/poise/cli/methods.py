@@ -17,10 +17,15 @@ from poise.calibrators import (
     paper_consistency,
 )
 from poise.calibrators.criteria import CRITERIA
+from poise.compare import named
 from poise.neighbors import Additive
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Logistic, Noise, Uniform
 
-METHODS = ("consistency", "temperature", "sampled", "paper")
+METHODS = ("auto", "consistency", "temperature", "sampled", "paper")
+"""Words with options of their own; every other method is known by its name, with its defaults."""
+
+_MOST_NUMBERS = 1000
+"""Of a learned table that is written out; a larger one is told by its shape."""
 
 NOISES: dict[str, type[Noise]] = {
     "gaussian": Gaussian,
@@ -39,7 +44,13 @@ def calibrator(
     method: str, noise: str | None = None, criterion: str | None = None, scaling: str | None = None, seed: int = 0
 ) -> Calibrator:
     """The calibrator that a few words ask for; words that do not go together are refused."""
-    _check.choice(method, METHODS, "--method")
+    if method not in METHODS:
+        if (noise, criterion, scaling) != (None, None, None):
+            raise ValueError(
+                f"--noise, --criterion and --scaling are for {', '.join(METHODS[1:])}, but --method {method} came; "
+                "write options in brackets, as in --method \"consistency(scaling='auto')\"."
+            )
+        return named(method)
     if criterion is not None:
         _check.choice(criterion, CRITERIA, "--criterion")
     if noise is not None and method in ("temperature", "paper"):
@@ -109,7 +120,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Additive):
         return {"additive": noise_word(value.noise)}
     if isinstance(value, Tensor):
-        return plain(value.tolist())
+        return plain(value.tolist()) if value.numel() <= _MOST_NUMBERS else {"shape": list(value.shape)}
+    if isinstance(value, Calibrator):
+        return {type(value).__name__: plain(learned(value))}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -123,6 +136,8 @@ def in_words(value: Any) -> str:
     """One learned value for people."""
     if isinstance(value, Tensor):
         return f"({' x '.join(map(str, value.shape))} numbers)"
+    if isinstance(value, tuple) and any(isinstance(item, (Tensor, Calibrator)) for item in value):
+        return f"({len(value)} {'tables' if isinstance(value[0], Tensor) else type(value[0]).__name__})"
     match plain(value):
         case {"additive": noise}:
             return f"{noise} noise"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -32,10 +33,10 @@ class Screen:
     With JSON on standard output, everything else goes to standard error.
     """
 
-    def __init__(self, json_path: Path | None = None) -> None:
+    def __init__(self, json_path: Path | None = None, *, widest: int = _WIDEST) -> None:
         self._json_path = json_path
         self.json_on_stdout = json_path is not None and str(json_path) == "-"
-        self.out = console(sys.stderr if self.json_on_stdout else sys.stdout)
+        self.out = console(sys.stderr if self.json_on_stdout else sys.stdout, widest)
         self.err = console(sys.stderr)
 
     @property
@@ -47,6 +48,10 @@ class Screen:
         """Sentences, wrapped; brackets are brackets."""
         for line in lines:
             self.out.print(Text(line))
+
+    def warn(self, line: str) -> None:
+        """A sentence that must not be missed."""
+        self.out.print(Text(line, style="yellow"))
 
     def head(self, line: str) -> None:
         """The title of a part."""
@@ -78,11 +83,22 @@ class Screen:
         with self.err.status(what) as status:
             yield status
 
+    @contextmanager
+    def steps(self) -> Iterator[Callable[[int, int, str], None] | None]:
+        """A progress bar on standard error with what is running, if someone is looking."""
+        if not self.err.is_terminal:
+            yield None
+            return
+        count, what = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}")
+        with Progress(BarColumn(24), count, TimeElapsedColumn(), what, console=self.err, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda done, total, running: bar.update(task, completed=done, total=total, description=running)
 
-def console(stream: Any) -> Console:
+
+def console(stream: Any, widest: int = _WIDEST) -> Console:
     """A console that is never wider than one reads with ease."""
     found = Console(file=stream, highlight=False)
-    found.width = min(found.width, _WIDEST)
+    found.width = min(found.width, widest)
     return found
 
 

@@ -10,7 +10,7 @@ from poise.metrics.calibration import (
     mce,
 )
 from poise.metrics.debiased import debiased_ece, ece_sweep
-from poise.metrics.decomposition import Decomposition, decompose
+from poise.metrics.decomposition import Decomposition, calibration_part, decompose, refinement_part
 from poise.metrics.neighborhoods import piece, proximity
 from poise.metrics.scores import accuracy, brier, nll, top_k_accuracy
 from poise.metrics.unbinned import ks_error, smooth_ece
@@ -34,6 +34,7 @@ __all__ = [
     "adaptive_ece",
     "average_calibration_error",
     "brier",
+    "calibration_part",
     "classwise_ece",
     "debiased_ece",
     "decompose",
@@ -47,6 +48,7 @@ __all__ = [
     "paired_difference",
     "piece",
     "proximity",
+    "refinement_part",
     "smooth_ece",
     "top_k_accuracy",
 ]

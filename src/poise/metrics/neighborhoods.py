@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from poise import _check
+from poise._arrays import to_tensor
 from poise._types import Array
 from poise.metrics.bins import equal_width_edges, tally, top_label
 
@@ -35,20 +36,28 @@ def piece(
 
     Reference: Xiong et al., NeurIPS 2023. Their bins are [lo, hi), ours (lo, hi] as everywhere here.
     """
+    samples = len(to_tensor(labels))
+    near = proximity(_check.tensor(features, "features", num_samples=samples), reference, num_neighbors=num_neighbors)
+    return grouped_ece(probs, labels, proximity_groups(near, num_groups), num_bins)
+
+
+def grouped_ece(probs: Array, labels: Array, group: Tensor, num_bins: int = 15) -> float:
+    """`ece` within groups of rows, averaged: Σ_g n_g/n · ECE(samples of group g)."""
     confidence, correct, _, dtype = top_label(probs, labels)
-    _check.whole(num_groups, "num_groups")
-    near = proximity(
-        _check.tensor(features, "features", num_samples=len(confidence)), reference, num_neighbors=num_neighbors
-    ).to(confidence.device)
-    cuts = torch.quantile(near, torch.linspace(0, 1, num_groups + 1, dtype=near.dtype, device=near.device)[1:-1])
-    group = torch.searchsorted(cuts, near, right=True)
     edges = equal_width_edges(num_bins, dtype).to(confidence)[None]
     error = torch.zeros((), dtype=torch.float64, device=confidence.device)
-    for members in (group == g for g in range(num_groups)):
+    for members in (group == number for number in range(int(group.max()) + 1)):
         if members.any():
             bins = tally(confidence[None, members], correct[None, members], edges, None)[0]
             error += bins.error * bins.total / len(confidence)
     return float(error)
+
+
+def proximity_groups(near: Tensor, num_groups: int = 10) -> Tensor:
+    """The group of each sample, of groups cut at the quantiles of the proximity: (n,) whole numbers."""
+    _check.whole(num_groups, "num_groups")
+    cuts = torch.quantile(near, torch.linspace(0, 1, num_groups + 1, dtype=near.dtype, device=near.device)[1:-1])
+    return torch.searchsorted(cuts, near, right=True)
 
 
 def proximity(features: Array, reference: Array | None = None, *, num_neighbors: int = 10) -> Tensor:
@@ -62,6 +71,15 @@ def proximity(features: Array, reference: Array | None = None, *, num_neighbors:
     [1.0, 1.0, 0.1353]
 
     Reference: Xiong et al., NeurIPS 2023 (the mean of exponentials, as in their code).
+    """
+    return torch.exp(-neighbor_distances(features, reference, num_neighbors=num_neighbors)).mean(dim=1)
+
+
+def neighbor_distances(features: Array, reference: Array | None = None, *, num_neighbors: int = 10) -> Tensor:
+    """(n, num_neighbors) float64 squared distances to the nearest rows of the reference, nearest first.
+
+    Features are scaled to length one. Without a reference the neighbours are sought among the samples themselves, each
+    one excluded from its own.
     """
     samples = _directions(features, "features")
     others = samples if reference is None else _directions(reference, "reference").to(samples)
@@ -83,7 +101,7 @@ def proximity(features: Array, reference: Array | None = None, *, num_neighbors:
         if reference is None:
             cosine.diagonal(start).fill_(-torch.inf)
         nearest = cosine.topk(num_neighbors, dim=1).values.double()
-        parts.append(torch.exp(-(2 - 2 * nearest).clamp(min=0)).mean(dim=1))
+        parts.append((2 - 2 * nearest).clamp(min=0))
     return torch.cat(parts)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from poise import _check
 from poise._arrays import to_tensor
 from poise._types import Array
-from poise.metrics import calibration, debiased, scores, unbinned
+from poise.metrics import calibration, debiased, decomposition, neighborhoods, scores, unbinned
 from poise.metrics.bins import bin_index, equal_mass_edges, equal_width_edges, precision, top_label
 
 _ENTRIES_AT_A_TIME = 1 << 21
@@ -41,6 +41,10 @@ class Statistic:
     """Whether the gaps are points of one curve, whose neighbours have the same sign."""
     mean: bool = False
     """Whether the metric is a mean over the rows."""
+    additive: bool = False
+    """Whether the value is a sum over the gaps, which can then be added up a few at a time."""
+    distance: bool = False
+    """Whether a metric without gaps vanishes for a calibrated model all the same, but for noise."""
 
 
 def statistic(metric: Metric, probs: Array, labels: Array) -> Statistic:
@@ -128,7 +132,7 @@ def _top_label(value: Callable[..., Tensor], *, equal_mass: bool = False, parts:
         def of_parts(totals: Tensor) -> Tensor:
             return value(*totals.view(parts, num_bins, -1), **options)
 
-        return Statistic(sums, of_parts, num_bins)
+        return Statistic(sums, of_parts, num_bins, additive=value is _error)
 
     return build
 
@@ -216,6 +220,25 @@ def _smooth(probs: Array, labels: Array) -> Statistic:
     return Statistic(sums, value, num_nodes, curve=True)
 
 
+def _grouped(probs: Array, labels: Array, group: Tensor, num_bins: int = 15) -> Statistic:
+    confidence, correct, _, dtype = top_label(probs, labels)
+    edges = equal_width_edges(num_bins, dtype).to(confidence)[None]
+    place = group.to(confidence.device) * num_bins + bin_index(confidence[None], edges)[0]
+    num_places = (int(group.max()) + 1) * num_bins
+    sums = _added(place, [confidence.double() - correct.double()], num_places)
+    return Statistic(sums, _error, num_places, additive=True)
+
+
+def _split(part: Callable[[Tensor, Tensor], Tensor], *, distance: bool = False) -> Callable[..., Statistic]:
+    """A part of the totals and refinements; the isotonic map is fitted anew to every resample."""
+
+    def build(probs: Array, labels: Array, score: str = "nll", **options: Any) -> Statistic:
+        parts = decomposition.resampled_parts(probs, labels, score, **options)
+        return Statistic(lambda weight: part(*parts(weight))[None], lambda sums: sums[0], distance=distance)
+
+    return build
+
+
 def _classwise(probs: Array, labels: Array, num_bins: int = 15, *, equal_mass: bool = False) -> Statistic:
     values, truth, _ = _check.scored(probs, labels)
     dtype = precision(probs, values)
@@ -241,20 +264,23 @@ def _classwise(probs: Array, labels: Array, num_bins: int = 15, *, equal_mass: b
         places = (row + block.start) * (num_bins - 1) + index[row, sample] - 1
         entries.append((places, sample, residual(block)[row, sample]))
     place, sample, amount = (torch.cat(parts) for parts in zip(*entries, strict=True))
+    # Bins that hold nothing are left out: with many classes they are most of them.
+    filled, place = torch.unique(place, return_inverse=True)
+    owner = filled // (num_bins - 1)
 
     def sums(weight: Tensor) -> Tensor:
-        upper = weight.new_zeros(num_classes * (num_bins - 1), weight.shape[1])
+        upper = weight.new_zeros(len(filled), weight.shape[1])
         width = max(1, _ENTRIES_AT_A_TIME // weight.shape[1])
         for some in (slice(start, start + width) for start in range(0, len(place), width)):
             upper.index_add_(0, place[some], weight[sample[some]] * amount[some, None])
         lowest = torch.cat([residual(block) @ weight for block in blocks])
-        lowest -= upper.view(num_classes, num_bins - 1, -1).sum(1)
+        lowest.index_add_(0, owner, upper, alpha=-1)
         return torch.cat([upper, lowest]) / num_samples
 
     def value(totals: Tensor) -> Tensor:
         return totals.abs().sum(0) / num_classes
 
-    return Statistic(sums, value, num_classes * num_bins)
+    return Statistic(sums, value, len(filled) + num_classes, additive=True)
 
 
 _BUILDERS: dict[Any, Callable[..., Statistic]] = {
@@ -272,4 +298,7 @@ _BUILDERS: dict[Any, Callable[..., Statistic]] = {
     debiased.ece_sweep: _swept,
     unbinned.ks_error: _cumulative,
     unbinned.smooth_ece: _smooth,
+    neighborhoods.grouped_ece: _grouped,
+    decomposition.calibration_part: _split(lambda total, refined: total - refined, distance=True),
+    decomposition.refinement_part: _split(lambda total, refined: refined),
 }

@@ -13,6 +13,9 @@ from poise._types import Array, Labels
 from poise.metrics.calibration import ece
 from poise.metrics.resampling import Metric, Statistic, resampled_weights, statistic
 
+_ENTRIES_AT_A_TIME = 1 << 17
+"""As many as the processor's own memory holds."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -87,6 +90,12 @@ def interval(
         return Interval(value, low, high, value, level)
     if not runs.statistic.num_gaps:
         low, corrected, high = _quantiles(2 * value - runs.values(), outside, 0.5, 1 - outside)
+        if runs.statistic.distance:
+            # Near its least value the reflection is too sure: what noise alone would show may be noise alone.
+            floor = noise_floor(probs, metric, draws=100, level=1 - outside, seed=seed)
+            low = 0.0 if value <= floor.high else max(low, 0.0)
+            corrected = max(low, corrected if value > floor.mean else 0.0)
+            high = max(high, value, low)
         return Interval(value, low, high, corrected, level)
     shape, noise = runs.shapes()
     low = runs.truth(runs.scaled(shape, 1 - outside))
@@ -215,7 +224,12 @@ class _Runs:
         """The metric in each resample; with gaps, in resamples of a model that has these gaps."""
         if gaps is None:
             return self.statistic.value(self.drawn)
-        moved = self.drawn[: len(gaps)] - self.observed[: len(gaps)] + gaps
+        moves = gaps - self.observed[: len(gaps)]
+        if self.statistic.additive:
+            step = max(1, _ENTRIES_AT_A_TIME // self.drawn.shape[1])
+            parts = [slice(start, start + step) for start in range(0, len(gaps), step)]
+            return torch.stack([self.statistic.value(self.drawn[part] + moves[part]) for part in parts]).sum(0)
+        moved = self.drawn[: len(gaps)] + moves
         return self.statistic.value(torch.cat([moved, self.drawn[len(gaps) :]]))
 
     def truth(self, gaps: Tensor) -> float:
