@@ -124,8 +124,8 @@ class _Bench:
         shared = shared_rows(val, test)
         if shared:
             notes.append(
-                f"{len(shared):,} of the {test.num_samples:,} test rows stand in the validation set too: what is "
-                "fitted there looks better here than it is."
+                f"{len(shared):,} of the {test.num_samples:,} test rows stand in the validation set too, number "
+                "for number: if they are the same samples, what is fitted there looks better here than it is."
             )
         columns = measures.chosen(wanted_metrics, test.features)
         contenders: dict[str, Calibrator | None] = {methods.UNCALIBRATED: None}
