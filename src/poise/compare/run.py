@@ -55,7 +55,7 @@ def compare(
     `Comparison` for what `ties_best` says. The noise floor is that of the method with the lowest NLL.
 
     A method that fails is a row with its reason. On Ctrl-C the rows that are finished are compared and returned, with
-    is_complete=False. Costs the fits, and about a second per method for 10,000 rows of 10 classes with all metrics.
+    is_complete=False. Costs the fits, and per method about half a second for 10,000 rows of 10 classes, ten with all metrics.
     The rows must be independent and drawn like each other; rows that stand in both sets are counted in `shared_rows`.
 
     >>> from poise import demo
