@@ -360,6 +360,26 @@ def test_a_method_that_fails_is_a_row_with_its_reason():
     assert "failed: RuntimeError: the reactor is out of fuel" in found.to_latex()
 
 
+def test_features_reach_the_methods_that_need_them():
+    features = torch.randn(600, 3, generator=torch.Generator().manual_seed(0))
+    seen = []
+
+    class Featured(poise.TemperatureScaling):
+        needs_features = True
+
+        def _log_prob(self, logits, features):
+            seen.append(features)
+            return super()._log_prob(logits, features)
+
+    found = poise.compare((*VAL, features), (*TEST, -features), {"featured": Featured()}, ["nll"], bootstrap=30)
+    assert found["featured"].error is None
+    assert torch.equal(seen[-1].float(), -features)
+    half = poise.compare((*VAL, features), TEST, {"featured": Featured()}, ["nll"], bootstrap=30)
+    assert "Only one of the two sets has features" in half.notes[0]
+    assert "pass features=" in half["featured"].error
+    assert poise.recommend((*VAL, features), {"featured": Featured()}).candidates[-1].num_folds == 5
+
+
 def test_an_interrupt_keeps_what_is_finished():
     rivals = {"TS": poise.TemperatureScaling(), "slow": made_up(interrupted), "never": poise.TemperatureScaling()}
     found = compare(rivals, ["nll"])

@@ -105,7 +105,7 @@ def _legend(found: Comparison) -> Iterator[str]:
             f"{tests} tests)."
         )
     yield (
-        f"Small figures: {found.level:.0%} intervals from {found.bootstrap:,} resamples of the test rows, freed of "
+        f"Small figures: {100 * found.level:.0f} % intervals from {found.bootstrap:,} resamples of the test rows, less "
         "the upward bias of calibration errors; so they may lie below the value."
     )
     if found.floor_of is not None:

@@ -91,7 +91,7 @@ class Screen:
             return
         count, what = TextColumn("{task.completed}/{task.total}"), TextColumn("{task.description}")
         with Progress(BarColumn(24), count, TimeElapsedColumn(), what, console=self.err, transient=True) as bar:
-            task = bar.add_task("", total=None)
+            task = bar.add_task("", total=1)
             yield lambda done, total, running: bar.update(task, completed=done, total=total, description=running)
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from poise.compare.methods import UNCALIBRATED
 from poise.io.files import FilePath, atomic, existing, reading
 from poise.metrics import Difference, NoiseFloor
 
@@ -200,8 +199,3 @@ def write(text: str, path: FilePath | None) -> str:
         with atomic(Path(path)) as temporary:
             temporary.write_text(text, encoding="utf-8", newline="")
     return text
-
-
-def is_uncalibrated(row: Row) -> bool:
-    """Whether it is the network's own row."""
-    return row.method == UNCALIBRATED

@@ -57,7 +57,7 @@ def latex(comparison: Comparison) -> str:
         cells = ["" if one.floor is None else figure(one.floor.mean, one) for one in columns]
         lines += [r"\midrule", " & ".join(["noise floor", *cells, ""]) + r" \\"]
     said = [f"{comparison.num_val} validation and {comparison.num_test} test rows, {comparison.num_classes} classes"]
-    said.append(f"{comparison.level:.0%} intervals from {comparison.bootstrap} resamples; bold: not told from the best")
+    said.append(f"{100 * comparison.level:.0f} % intervals from {comparison.bootstrap} resamples; bold: ties the best")
     if not comparison.is_complete:
         said.append("INCOMPLETE: interrupted before the end")
     comments = [f"% {sentence}" for sentence in said]

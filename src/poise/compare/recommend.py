@@ -55,11 +55,11 @@ def recommend(
     the choice is unsure. What fits in the budget depends on the machine; all else is repeatable.
 
     >>> from poise import demo
-    >>> found = recommend(demo.load()[0], methods=["VectorScaling", "EnsembleTemperatureScaling"])
+    >>> found = recommend(demo.load()[0], methods=["StructuredVectorScaling"])
     >>> print(found.method, found.candidates[0].method)
-    TemperatureScaling VectorScaling
+    TemperatureScaling StructuredVectorScaling
     >>> found.reason.split('. ')[1]
-    'The lowest is that of Vector, by 0.0024 ± 0.0017, which may be chance.'
+    'The lowest is that of StructuredVector, by 0.0015 ± 0.0010, which may be chance.'
 
     Reference: Stone, JRSS B 1974 (cross-validation); Diebold, Mariano, 1995 (paired differences of losses).
     """

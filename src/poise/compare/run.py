@@ -55,8 +55,9 @@ def compare(
     `Comparison` for what `ties_best` says. The noise floor is that of the method with the lowest NLL.
 
     A method that fails is a row with its reason. On Ctrl-C the rows that are finished are compared and returned, with
-    is_complete=False. Costs the fits, and about a second per method for 10,000 rows of 10 classes with all metrics.
-    The rows must be independent and drawn like each other; rows that stand in both sets are counted in `shared_rows`.
+    is_complete=False. Costs the fits, and for 10,000 rows of 10 classes about half a second per method, ten with
+    all metrics. The rows must be independent and drawn like each other; those that stand in both sets are listed in
+    `shared_rows`.
 
     >>> from poise import demo
     >>> found = compare(*demo.load(), methods=["TemperatureScaling"], metrics=["nll"], bootstrap=100)
@@ -124,8 +125,8 @@ class _Bench:
         shared = shared_rows(val, test)
         if shared:
             notes.append(
-                f"{len(shared):,} of the {test.num_samples:,} test rows stand in the validation set too: what is "
-                "fitted there looks better here than it is."
+                f"{len(shared):,} of the {test.num_samples:,} test rows stand in the validation set too, number "
+                "for number: if they are the same samples, what is fitted there looks better here than it is."
             )
         columns = measures.chosen(wanted_metrics, test.features)
         contenders: dict[str, Calibrator | None] = {methods.UNCALIBRATED: None}
