@@ -12,5 +12,5 @@ def nearest(word: str, options: Iterable[str]) -> str:
     >>> nearest("resnet5", ["resnet50", "densenet121"])
     "; did you mean 'resnet50'?"
     """
-    close = difflib.get_close_matches(word, list(options), n=2, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(options), n=2)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
