@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 import warnings
 from typing import Annotated, Any, TextIO
@@ -11,7 +12,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import poise
-from poise.cli import commands, demo
+from poise.cli import commands, demo, training
 from poise.cli.options import DEBUG
 from poise.cli.screen import Screen
 
@@ -66,9 +67,13 @@ app.command("demo", epilog="Example: poise demo --out demo")(demo.demo)
 app.command("fit", epilog="Example: poise fit val.npz -o calibrator.safetensors")(commands.fit)
 app.command("apply", epilog="Example: poise apply calibrator.safetensors test.npz -o probs.npz")(commands.apply)
 app.command("evaluate", epilog="Example: poise evaluate probs.npz --plot reliability.png")(commands.evaluate)
+app.command("train", epilog="Example: poise train --data cifar10 --loss flsd53 -o run --recipe short")(training.train)
+app.command("extract", epilog="Example: poise extract run -o scores")(training.extract)
 
 
 def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full; no file is left half-written: make room and try again (train --resume)."
     if isinstance(error, OSError) and error.strerror:
         place = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{place}; check the path and your rights to it."

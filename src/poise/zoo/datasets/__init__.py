@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,9 @@ class Dataset:
     val: Images
     test: Images
     normalization: Normalization
+    folder: Path | None = None
+    """Where it was read from."""
+    split_seed: int = 1
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -49,7 +52,7 @@ def dataset(name: str, folder: str | os.PathLike[str], *, seed: int = 1) -> Data
     path = Path(folder)
     if not path.exists():
         raise FileNotFoundError(f"there is no folder {path} to read {name} from; name the one that holds it.")
-    return DATASETS[name](name, path, seed)
+    return replace(DATASETS[name](name, path, seed), folder=path.absolute(), split_seed=seed)
 
 
 def split(num_samples: int, num_val: int, seed: int = 1) -> tuple[Tensor, Tensor]:

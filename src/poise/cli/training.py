@@ -1,0 +1,186 @@
+"""`poise train` and `poise extract`: a network by the paper's recipe, and the logits that calibration works on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+
+import poise
+from poise import metrics, zoo
+from poise.cli.commands import network_probs
+from poise.cli.options import Debug, Json, check_outputs
+from poise.cli.screen import Screen, number
+from poise.io import Scores, write_scores
+from poise.zoo.runs import is_run
+
+Device = Annotated[
+    str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps. Default: a GPU where there is one.")
+]
+
+
+def train(
+    data: Annotated[Path, typer.Option("--data", metavar="FOLDER", help="Where the pictures are.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="The run's folder.", show_default=False)
+    ],
+    dataset: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(zoo.DATASETS)}.")] = "cifar10",
+    network: Annotated[
+        str, typer.Option(metavar="NAME", help=f"{', '.join(zoo.NETWORKS)}, timm/NAME or torchvision/NAME.")
+    ] = "resnet50",
+    loss: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(zoo.LOSSES)}.")] = "cross-entropy",
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME", help="paper: 350 epochs as published; short: 60 epochs of large batches.")
+    ] = "paper",
+    epochs: Annotated[
+        int | None, typer.Option(metavar="N", help="The recipe in N epochs, its schedule scaled along.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the first weights, the order and the augmentation.")] = 1,
+    device: Device = None,
+    bf16: Annotated[
+        bool | None, typer.Option("--bf16/--no-bf16", help="Halves in the network. Default: on a GPU.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(metavar="N", help="Epochs between checkpoints.")] = 10,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run that was stopped; the rest of the command stays.")
+    ] = False,
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Train a network with a calibrating loss; poise extract then takes its logits."""
+    screen = Screen(json)
+    within = json is not None and json.parent == out
+    check_outputs({}, {"--json": None if within else json})
+    if recipe not in zoo.RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(zoo.RECIPES)}, but is {recipe!r}.")
+    chosen = zoo.RECIPES[recipe] if epochs is None else zoo.RECIPES[recipe].of_length(epochs)
+    zoo.loss_for(loss, dataset=dataset, network=network, reduction=chosen.reduction)  # a wrong name costs no reading
+    with screen.working(f"reading {dataset}"):
+        pictures = zoo.dataset(dataset, data)
+    num_train = 0 if pictures.train is None else len(pictures.train)
+    screen.head(
+        f"{network} on {dataset}, {loss}: {chosen.epochs} epochs of {num_train:,} pictures, "
+        f"{len(pictures.val):,} to validate on"
+    )
+    last: dict[str, Any] = {}
+    with screen.bar("training", chosen.epochs) as bar:
+
+        def tell(done: float, row: dict[str, Any] | None) -> None:
+            bar.reach(done, f"epoch {min(int(done) + 1, chosen.epochs)}/{chosen.epochs}")
+            if row is not None:
+                last.update(row)
+                bar.say(_in_words(row, chosen.epochs))
+
+        zoo.train(
+            pictures,
+            network,
+            loss,
+            out,
+            recipe=chosen,
+            seed=seed,
+            device=device,
+            bf16=bf16,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            progress=tell,
+        )
+    screen.write_json({"poise": poise.__version__, "command": "train", "output": str(out), "last_epoch": last})
+    screen.say(f"Saved: {out}", f"Next: poise extract {out} -o scores")
+
+
+def extract(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint (--network).", show_default=False),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Where val.npz and test.npz go.", show_default=False),
+    ],
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="FOLDER", help="Where the pictures are. Default: the run's.")
+    ] = None,
+    network: Annotated[str | None, typer.Option(metavar="NAME", help="The network of a checkpoint.")] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="The pictures, if not the run's.")] = None,
+    normalization: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"{', '.join(zoo.NORMALIZATIONS)}. Default: the data set's."),
+    ] = None,
+    features: Annotated[bool, typer.Option("--features/--no-features", help="Keep the features too.")] = True,
+    device: Device = None,
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Take a network's logits and features for the validation and test pictures, for poise fit and evaluate."""
+    screen = Screen(json)
+    outputs = {split: out / f"{split}.npz" for split in ("val", "test")}
+    check_outputs({}, {"--output": outputs["val"] if out.exists() else out, "--json": json})
+    if normalization is not None and normalization not in zoo.NORMALIZATIONS:
+        raise ValueError(f"normalization must be one of {', '.join(zoo.NORMALIZATIONS)}, but is {normalization!r}.")
+    with screen.working("reading"):
+        net, pictures = _trained(source, data, network, dataset)
+    scale = pictures.normalization if normalization is None else zoo.NORMALIZATIONS[normalization]
+    found: dict[str, Scores] = {}
+    for split in outputs:
+        images: zoo.Images = getattr(pictures, split)
+        with screen.bar(f"{split} pictures", len(images)) as bar:
+            found[split] = zoo.extract(net, images, scale, features=features, device=device, progress=bar.reach)
+    out.mkdir(exist_ok=True)
+    for split, path in outputs.items():
+        one = found[split]
+        write_scores(path, logits=one.logits, labels=one.labels, features=one.features, classes=one.classes)
+    measured = {split: _measures(one) for split, one in found.items()}
+    screen.write_json(
+        {
+            "poise": poise.__version__,
+            "command": "extract",
+            "input": str(source),
+            "output": str(out),
+            "normalization": scale._asdict(),
+            "features": None if not features else getattr(found["val"].features, "shape", (0, 0))[1],
+            "splits": {split: {"num_samples": found[split].num_samples, **measured[split]} for split in found},
+        }
+    )
+    for split, path in outputs.items():
+        shown = ", ".join(f"{name} {number(value, name != 'nll')}" for name, value in measured[split].items())
+        screen.say(f"Saved: {path}: {found[split].num_samples:,} pictures, {shown}")
+
+
+def _trained(
+    source: Path, data: Path | None, network: str | None, dataset: str | None
+) -> tuple[nn.Module, zoo.Dataset]:
+    """The network, and the pictures as it was trained with them."""
+    if is_run(source):
+        if network is not None:
+            raise ValueError(f"{source} is a run, which knows its network; leave --network out.")
+        net, config = zoo.load_run(source)
+        place = data or config["data"]
+        if place is None:
+            raise ValueError(f"the run in {source} does not say where its pictures are; name the folder by --data.")
+        return net, zoo.dataset(dataset or config["dataset"], place, seed=config["split_seed"])
+    if source.is_dir():
+        raise ValueError(f"{source} holds no run of poise train; name a run's folder, or a checkpoint's file.")
+    if network is None or dataset is None or data is None:
+        raise ValueError(
+            f"{source} is a checkpoint, and does not say what it is of; name --network, --dataset and --data."
+        )
+    pictures = zoo.dataset(dataset, data)
+    return zoo.load_weights(zoo.network(network, len(pictures.classes)), source), pictures
+
+
+def _measures(scores: Scores) -> dict[str, float]:
+    probs, labels = network_probs(scores), scores.labels
+    return {
+        "accuracy": metrics.accuracy(probs, labels),
+        "ece": metrics.ece(probs, labels),
+        "nll": metrics.nll(probs, labels),
+    }
+
+
+def _in_words(row: dict[str, Any], epochs: int) -> str:
+    return (
+        f"epoch {row['epoch']}/{epochs}  loss {row['train_loss']:.4f}  val accuracy {number(row['val_accuracy'], True)}"
+        f"  NLL {number(row['val_nll'], False)}  ECE {number(row['val_ece'], True)}  {row['seconds']:.1f} s"
+    )
