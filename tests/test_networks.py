@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from conftest import SHARED, load_shared
-from poise.zoo import NETWORKS, load_weights, network
+from poise.zoo import NETWORKS, NORMALIZATIONS, load_weights, network
 from poise.zoo.networks import ResNet
 
 CHECKPOINT = SHARED.parent / "models" / "cifar10-resnet56.safetensors"
@@ -292,7 +292,9 @@ def test_imagenet_networks_by_name(monkeypatch):
 
     def create_model(name, pretrained, num_classes):
         asked.append((name, pretrained))
-        return Pretrained(num_classes, depth=2)
+        made = Pretrained(num_classes, depth=2)
+        made.pretrained_cfg = {"mean": (0.5, 0.5, 0.5), "std": (0.4, 0.5, 0.5)}
+        return made
 
     timm = ModuleType("timm")
     timm.list_models = lambda: ["resnet50", "vit_b"]
@@ -305,10 +307,13 @@ def test_imagenet_networks_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", timm)
     monkeypatch.setitem(sys.modules, "torchvision.models", torchvision)
 
-    assert network("timm/resnet50", 1000, pretrained=True).feature_layer == "drop"
+    net = network("timm/resnet50", 1000, pretrained=True)
+    assert net.feature_layer == "drop"
+    assert net.normalization == ((0.5, 0.5, 0.5), (0.4, 0.5, 0.5))
     assert asked == [("resnet50", True)]
     net = network("torchvision/resnet50", 12)
     assert net.feature_layer == "avgpool"
+    assert net.normalization == NORMALIZATIONS["imagenet"]
     assert net.training
     assert net(torch.zeros(1, 3, 224, 224)).shape == (1, 12)
     assert network("torchvision/resnet50", 1000, pretrained=True).fc.out_features == 1000

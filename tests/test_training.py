@@ -13,6 +13,7 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -376,6 +377,28 @@ def test_from_pictures_to_probabilities(tmp_path, mosaics, monkeypatch):
     )
 
 
+def test_extraction_by_name(tmp_path, mosaics, monkeypatch):
+    """timm's interface: its networks come with weights, and with what their pixels are to be scaled by."""
+    monkeypatch.chdir(tmp_path)
+
+    def create_model(name, pretrained, num_classes):
+        torch.manual_seed(0)
+        made = Tiny(num_classes)
+        made.pretrained_cfg = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)} if pretrained else {}
+        return made
+
+    timm = ModuleType("timm")
+    timm.list_models, timm.create_model = lambda: ["small"], create_model
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    run("extract", "timm/small", "-o", "scores", "--dataset", "cifar10", "--data", mosaics)
+    scores = poise.read_scores("scores/val.npz")
+    val = zoo.dataset("cifar10", mosaics).val
+    net = create_model("small", True, 10).eval()
+    expected = net(zoo.Normalization((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))(val.pixels)).detach()
+    torch.testing.assert_close(scores.logits, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(net.fc(scores.features).detach(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_extraction_of_a_checkpoint(tmp_path, mosaics, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -405,6 +428,11 @@ REFUSED = {
     "extract nothing": ("extract nowhere -o s --network tiny --dataset cifar10 --data DATA", "no file nowhere"),
     "extract folder": ("extract . -o s", "holds no run of poise train"),
     "extract unnamed": ("extract wrong.pt -o s", "name --network, --dataset and --data"),
+    "name alone": (
+        "extract timm/resnet50 -o s",
+        "timm/resnet50 is a network and says nothing of pictures; name --dataset",
+    ),
+    "no library": ("extract torchvision/resnet50 -o s --dataset cifar10 --data DATA", "pip install torchvision"),
     "other network": (
         "extract wrong.pt -o s --network resnet20 --dataset cifar10 --data DATA",
         "another network than this ResNet",

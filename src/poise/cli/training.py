@@ -14,6 +14,7 @@ from poise.cli.commands import network_probs
 from poise.cli.options import Debug, Json, check_outputs
 from poise.cli.screen import Screen, number
 from poise.io import Scores, write_scores
+from poise.zoo.networks import LIBRARIES
 from poise.zoo.runs import is_run
 
 Device = Annotated[
@@ -93,7 +94,11 @@ def train(
 def extract(
     source: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint (--network).", show_default=False),
+        typer.Argument(
+            metavar="RUN",
+            help="A run's folder; a checkpoint (--network); or timm/NAME or torchvision/NAME with their own weights.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         Path,
@@ -106,7 +111,7 @@ def extract(
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="The pictures, if not the run's.")] = None,
     normalization: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"{', '.join(zoo.NORMALIZATIONS)}. Default: the data set's."),
+        typer.Option(metavar="NAME", help=f"{', '.join(zoo.NORMALIZATIONS)}. Default: the network's or the data's."),
     ] = None,
     features: Annotated[bool, typer.Option("--features/--no-features", help="Keep the features too.")] = True,
     device: Device = None,
@@ -121,7 +126,8 @@ def extract(
         raise ValueError(f"normalization must be one of {', '.join(zoo.NORMALIZATIONS)}, but is {normalization!r}.")
     with screen.working("reading"):
         net, pictures = _trained(source, data, network, dataset)
-    scale = pictures.normalization if normalization is None else zoo.NORMALIZATIONS[normalization]
+    own = getattr(net, "normalization", pictures.normalization)
+    scale = own if normalization is None else zoo.NORMALIZATIONS[normalization]
     found: dict[str, Scores] = {}
     for split in outputs:
         images: zoo.Images = getattr(pictures, split)
@@ -162,11 +168,15 @@ def _trained(
         return net, zoo.dataset(dataset or config["dataset"], place, seed=config["split_seed"])
     if source.is_dir():
         raise ValueError(f"{source} holds no run of poise train; name a run's folder, or a checkpoint's file.")
-    if network is None or dataset is None or data is None:
+    is_name = source.parts[0] in LIBRARIES and len(source.parts) == 2 and not source.exists()
+    if dataset is None or data is None or (network is None and not is_name):
         raise ValueError(
-            f"{source} is a checkpoint, and does not say what it is of; name --network, --dataset and --data."
+            f"{source} is a {'network' if is_name else 'checkpoint'} and says nothing of pictures; name "
+            f"{'' if is_name else '--network, '}--dataset and --data."
         )
     pictures = zoo.dataset(dataset, data)
+    if network is None:
+        return zoo.network(source.as_posix(), len(pictures.classes), pretrained=True), pictures
     return zoo.load_weights(zoo.network(network, len(pictures.classes)), source), pictures
 
 

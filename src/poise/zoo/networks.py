@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from poise.zoo.datasets.images import NORMALIZATIONS, Normalization
 from poise.zoo.words import nearest
 
 
@@ -23,14 +24,15 @@ def network(name: str, num_classes: int = 10, *, pretrained: bool = False) -> nn
 
     ``timm/NAME`` and ``torchvision/NAME`` are the ImageNet networks of those libraries, with their weights if
     `pretrained`; the published CIFAR networks come without, and are filled by `load_weights`. Every network has
-    `feature_layer`, the name of the layer whose output is its features, and the last layer makes the logits of them.
+    `feature_layer`, the name of the layer whose output is its features, and the last layer makes the logits of them;
+    those of the two libraries also say their `normalization`.
 
     >>> net = network("resnet56", num_classes=10).eval()
     >>> net(torch.zeros(1, 3, 32, 32)).shape, net.feature_layer
     (torch.Size([1, 10]), 'pool')
     """
     library, _, model = name.rpartition("/")
-    if library in _LIBRARIES:
+    if library in LIBRARIES:
         return _from_library(library, model, num_classes, pretrained)
     if name not in NETWORKS:
         raise ValueError(
@@ -242,7 +244,8 @@ The last four are those of Mukhoti et al., NeurIPS 2020, and so of the paper: it
 blocks in the third stage, and not He's narrow network of that depth.
 """
 
-_LIBRARIES = ("timm", "torchvision")
+LIBRARIES = ("timm", "torchvision")
+"""What comes before a slash in a name."""
 
 
 def _from_library(library: str, model: str, num_classes: int, pretrained: bool) -> nn.Module:
@@ -259,6 +262,12 @@ def _from_library(library: str, model: str, num_classes: int, pretrained: bool) 
         # torchvision's trained networks have 1000 classes and no other number.
         found = module.get_model(model, **({"weights": "DEFAULT"} if pretrained else {"num_classes": num_classes}))
     found.feature_layer = feature_layer(found)  # type: ignore[assignment]
+    # Where timm says what the weights were trained with; ViTs often have means and deviations of one half.
+    told = getattr(found, "pretrained_cfg", {})
+    usual = NORMALIZATIONS["imagenet"]
+    found.normalization = Normalization(  # type: ignore[assignment]
+        tuple(told.get("mean", usual.mean)), tuple(told.get("std", usual.std))
+    )
     return found
 
 
