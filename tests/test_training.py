@@ -453,6 +453,7 @@ def test_refusals_are_one_sentence_and_write_nothing(tmp_path, mosaics, monkeypa
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ")
     assert sentence in line
+    assert not result.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
 

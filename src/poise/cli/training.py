@@ -14,7 +14,7 @@ from poise.cli.commands import network_probs
 from poise.cli.options import Debug, Json, check_outputs
 from poise.cli.screen import Screen, number
 from poise.io import Scores, write_scores
-from poise.zoo.networks import LIBRARIES
+from poise.zoo.networks import LIBRARIES, named
 from poise.zoo.runs import is_run
 
 Device = Annotated[
@@ -57,18 +57,19 @@ def train(
     if recipe not in zoo.RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(zoo.RECIPES)}, but is {recipe!r}.")
     chosen = zoo.RECIPES[recipe] if epochs is None else zoo.RECIPES[recipe].of_length(epochs)
-    zoo.loss_for(loss, dataset=dataset, network=network, reduction=chosen.reduction)  # a wrong name costs no reading
+    # Wrong names are said before the pictures are read.
+    named(network)
+    zoo.loss_for(loss, dataset=dataset, network=network, reduction=chosen.reduction)
     with screen.working(f"reading {dataset}"):
         pictures = zoo.dataset(dataset, data)
-    num_train = 0 if pictures.train is None else len(pictures.train)
-    screen.head(
-        f"{network} on {dataset}, {loss}: {chosen.epochs} epochs of {num_train:,} pictures, "
-        f"{len(pictures.val):,} to validate on"
-    )
     last: dict[str, Any] = {}
+    # Said once the run has begun, so that a refusal stands alone.
+    head = [f"{network} on {dataset}, {loss}, {chosen.epochs} epochs, seed {seed}"]
     with screen.bar("training", chosen.epochs) as bar:
 
         def tell(done: float, row: dict[str, Any] | None) -> None:
+            while head:
+                bar.say(head.pop())
             bar.reach(done, f"epoch {min(int(done) + 1, chosen.epochs)}/{chosen.epochs}")
             if row is not None:
                 last.update(row)

@@ -52,8 +52,8 @@ def weighted_mmce_loss(
 
     M asks for sureness where the network is right and for doubt where it is wrong: it is not 0 for a calibrated one. A
     batch without right or without wrong rows has only the cross-entropy. normalization="published" divides by m² and n²
-    instead, as the code behind the published networks does (it divides means once more): the term is then about m times
-    smaller. "sum" is the mean times the rows; there is no "none". O(rows²) memory.
+    instead, as the code behind the published networks does (it divides means once more): right rows then count m times
+    less, and wrong ones n times. "sum" is the mean times the rows; there is no "none". O(rows²) memory.
 
     >>> weighted_mmce_loss(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 1]), weight=1.0)
     tensor(1.2754)

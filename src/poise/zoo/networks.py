@@ -31,19 +31,25 @@ def network(name: str, num_classes: int = 10, *, pretrained: bool = False) -> nn
     >>> net(torch.zeros(1, 3, 32, 32)).shape, net.feature_layer
     (torch.Size([1, 10]), 'pool')
     """
-    library, _, model = name.rpartition("/")
-    if library in LIBRARIES:
+    library, model = named(name)
+    if library:
         return _from_library(library, model, num_classes, pretrained)
-    if name not in NETWORKS:
-        raise ValueError(
-            f"network must be one of {', '.join(NETWORKS)}, or timm/NAME or torchvision/NAME, but is {name!r}"
-            f"{nearest(name, NETWORKS)}"
-        )
     if pretrained:
         raise ValueError(f"{name} comes without weights; read a checkpoint with poise.zoo.load_weights.")
     if num_classes < 2:
         raise ValueError(f"num_classes must be 2 or more, but is {num_classes}; count the classes of the data.")
     return NETWORKS[name](num_classes)
+
+
+def named(name: str) -> tuple[str, str]:
+    """The library and the network that a name means, the library empty for those of `NETWORKS`; else an error."""
+    library, _, model = name.rpartition("/")
+    if library not in LIBRARIES and name not in NETWORKS:
+        raise ValueError(
+            f"network must be one of {', '.join(NETWORKS)}, or timm/NAME or torchvision/NAME, but is {name!r}"
+            f"{nearest(name, NETWORKS)}"
+        )
+    return library, model
 
 
 class GlobalPool(nn.Module):
