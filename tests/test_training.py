@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 import poise
 from poise import losses, zoo
 from poise.cli.app import app
+from poise.cli.bar import bar
 from poise.cli.screen import Screen
 from poise.zoo import NETWORKS, NORMALIZATIONS, RECIPES, Dataset, Pixels, load_run, runs
 from poise.zoo.training import _seed_of
@@ -347,7 +348,9 @@ def test_from_pictures_to_probabilities(tmp_path, mosaics, monkeypatch):
     assert not Path("killed/network.safetensors").exists()
     assert "is not finished (1 of 2 epochs)" in run("extract", "killed", "-o", "scores", code=2).stderr
 
+    Path("killed/.0123456789abcdef.safetensors").write_bytes(b"half a checkpoint")
     shown = run(*command, "killed", "--resume", "--json", "killed.json").stdout
+    assert {file.name for file in Path("killed").iterdir()} == {runs.CONFIG, runs.LOG, runs.CHECKPOINT, runs.WEIGHTS}
     assert "epoch 2/2  loss" in shown
     assert "epoch 1/2" not in shown
     run(*command, "whole")
@@ -500,9 +503,9 @@ def test_interruption_keeps_the_run(tmp_path, mosaics, monkeypatch):
 
 
 def test_the_bar_shows_only_to_someone(capsys):
-    with Screen().bar("training", 4) as bar:
-        bar.reach(2, "epoch 2/4")
-        bar.say("epoch 1/4 [done]")
-    shown = capsys.readouterr()
-    assert shown.out == "epoch 1/4 [done]\n"
-    assert not shown.err
+    with bar(Screen(), "training", 4) as shown:
+        shown.reach(2, "epoch 2/4")
+        shown.say("epoch 1/4 [done]")
+    printed = capsys.readouterr()
+    assert printed.out == "epoch 1/4 [done]\n"
+    assert not printed.err

@@ -12,9 +12,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import poise
-from poise.cli import commands, demo, training
+from poise.cli import commands, demo
 from poise.cli.options import DEBUG
 from poise.cli.screen import Screen
+from poise.cli.training import extract, train
 
 
 class _Sentences(TyperGroup):
@@ -67,8 +68,8 @@ app.command("demo", epilog="Example: poise demo --out demo")(demo.demo)
 app.command("fit", epilog="Example: poise fit val.npz -o calibrator.safetensors")(commands.fit)
 app.command("apply", epilog="Example: poise apply calibrator.safetensors test.npz -o probs.npz")(commands.apply)
 app.command("evaluate", epilog="Example: poise evaluate probs.npz --plot reliability.png")(commands.evaluate)
-app.command("train", epilog="Example: poise train --data cifar10 --loss flsd53 -o run --recipe short")(training.train)
-app.command("extract", epilog="Example: poise extract run -o scores")(training.extract)
+app.command("train", epilog="Example: poise train --data cifar10 --loss flsd53 -o run --recipe short")(train)
+app.command("extract", epilog="Example: poise extract run -o scores")(extract)
 
 
 def _sentence(error: Exception) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -78,29 +77,6 @@ class Screen:
             return
         with self.err.status(what) as status:
             yield status
-
-    @contextmanager
-    def bar(self, what: str, total: float) -> Iterator[Bar]:
-        """A bar with the time that is left, on standard error if someone is looking."""
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self.err, transient=True, disable=not self.err.is_terminal) as progress:
-            yield Bar(self, progress, progress.add_task(what, total=total))
-
-
-class Bar:
-    """How far something is that takes long, and lines to stay above it."""
-
-    def __init__(self, screen: Screen, progress: Progress, task: TaskID) -> None:
-        self._screen, self._progress, self._task = screen, progress, task
-
-    def reach(self, done: float, what: str | None = None) -> None:
-        """So much of the total is done; the words before the bar change if there are any."""
-        self._progress.update(self._task, completed=done, description=what)
-
-    def say(self, line: str) -> None:
-        """A line of standard output; where both are one terminal, the bar makes room for it."""
-        shared = self._screen.out.is_terminal and self._screen.err.is_terminal
-        (self._progress.console if shared else self._screen.out).print(Text(line))
 
 
 def console(stream: Any) -> Console:

@@ -10,6 +10,7 @@ from torch import nn
 
 import poise
 from poise import metrics, zoo
+from poise.cli.bar import bar
 from poise.cli.commands import network_probs
 from poise.cli.options import Debug, Json, check_outputs
 from poise.cli.screen import Screen, number
@@ -65,15 +66,15 @@ def train(
     last: dict[str, Any] = {}
     # Said once the run has begun, so that a refusal stands alone.
     head = [f"{network} on {dataset}, {loss}, {chosen.epochs} epochs, seed {seed}"]
-    with screen.bar("training", chosen.epochs) as bar:
+    with bar(screen, "training", chosen.epochs) as shown:
 
         def tell(done: float, row: dict[str, Any] | None) -> None:
             while head:
-                bar.say(head.pop())
-            bar.reach(done, f"epoch {min(int(done) + 1, chosen.epochs)}/{chosen.epochs}")
+                shown.say(head.pop())
+            shown.reach(done, f"epoch {min(int(done) + 1, chosen.epochs)}/{chosen.epochs}")
             if row is not None:
                 last.update(row)
-                bar.say(_in_words(row, chosen.epochs))
+                shown.say(_in_words(row, chosen.epochs))
 
         zoo.train(
             pictures,
@@ -132,8 +133,8 @@ def extract(
     found: dict[str, Scores] = {}
     for split in outputs:
         images: zoo.Images = getattr(pictures, split)
-        with screen.bar(f"{split} pictures", len(images)) as bar:
-            found[split] = zoo.extract(net, images, scale, features=features, device=device, progress=bar.reach)
+        with bar(screen, f"{split} pictures", len(images)) as shown:
+            found[split] = zoo.extract(net, images, scale, features=features, device=device, progress=shown.reach)
     out.mkdir(exist_ok=True)
     for split, path in outputs.items():
         one = found[split]
@@ -151,8 +152,8 @@ def extract(
         }
     )
     for split, path in outputs.items():
-        shown = ", ".join(f"{name} {number(value, name != 'nll')}" for name, value in measured[split].items())
-        screen.say(f"Saved: {path}: {found[split].num_samples:,} pictures, {shown}")
+        told = ", ".join(f"{name} {number(value, name != 'nll')}" for name, value in measured[split].items())
+        screen.say(f"Saved: {path}: {found[split].num_samples:,} pictures, {told}")
 
 
 def _trained(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,10 @@ def begin(folder: Path, config: dict[str, Any], *, resume: bool, num_bytes: int)
                 f"{folder} holds a run already; continue it with resume (--resume), or name another folder."
             )
         _must_be_the_same(folder, read_config(folder), config)
+        # What a run that was killed while writing could not take away.
+        for file in folder.iterdir():
+            if re.fullmatch(r"\.[0-9a-f]{16}\.\w+", file.name):
+                file.unlink()
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there and holds other things than a run; name a new folder.")
