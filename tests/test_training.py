@@ -32,6 +32,7 @@ from poise.cli.screen import Screen
 from poise.zoo import NETWORKS, NORMALIZATIONS, RECIPES, Dataset, Pixels, load_run, runs
 from poise.zoo.training import _seed_of
 
+RUN_FILES = {runs.CONFIG, runs.LOG, runs.CHECKPOINT, runs.WEIGHTS, "curves.png"}
 CLASSES = ("red", "green", "blue")
 PAPER = RECIPES["paper"]
 FEW = replace(PAPER.of_length(4), batch_size=16, peak_rate=0.05)
@@ -350,7 +351,7 @@ def test_from_pictures_to_probabilities(tmp_path, mosaics, monkeypatch):
 
     Path("killed/.0123456789abcdef.safetensors").write_bytes(b"half a checkpoint")
     shown = run(*command, "killed", "--resume", "--json", "killed.json").stdout
-    assert {file.name for file in Path("killed").iterdir()} == {runs.CONFIG, runs.LOG, runs.CHECKPOINT, runs.WEIGHTS}
+    assert {file.name for file in Path("killed").iterdir()} == RUN_FILES
     assert "epoch 2/2  loss" in shown
     assert "epoch 1/2" not in shown
     run(*command, "whole")

@@ -24,9 +24,14 @@ class Bar:
 
     def __init__(self, screen: Screen, progress: Progress, task: TaskID) -> None:
         self._screen, self._progress, self._task = screen, progress, task
+        self._begun = False
 
     def reach(self, done: float, what: str | None = None) -> None:
         """So much of the total is done; the words before the bar change if there are any."""
+        if not self._begun:
+            # What a resumed run finds done was not done in this second: it must not count for the speed.
+            self._progress.reset(self._task, completed=int(done))
+            self._begun = True
         self._progress.update(self._task, completed=done, description=what)
 
     def say(self, line: str) -> None:

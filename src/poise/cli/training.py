@@ -16,7 +16,7 @@ from poise.cli.options import Debug, Json, check_outputs
 from poise.cli.screen import Screen, number
 from poise.io import Scores, write_scores
 from poise.zoo.networks import LIBRARIES, named
-from poise.zoo.runs import is_run
+from poise.zoo.runs import is_run, read_log
 
 Device = Annotated[
     str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps. Default: a GPU where there is one.")
@@ -89,8 +89,9 @@ def train(
             resume=resume,
             progress=tell,
         )
+    picture = _draw(out)
     screen.write_json({"poise": poise.__version__, "command": "train", "output": str(out), "last_epoch": last})
-    screen.say(f"Saved: {out}", f"Next: poise extract {out} -o scores")
+    screen.say(f"Saved: {out}" + (", with curves.png" if picture else ""), f"Next: poise extract {out} -o scores")
 
 
 def extract(
@@ -180,6 +181,16 @@ def _trained(
     if network is None:
         return zoo.network(source.as_posix(), len(pictures.classes), pretrained=True), pictures
     return zoo.load_weights(zoo.network(network, len(pictures.classes)), source), pictures
+
+
+def _draw(run: Path) -> bool:
+    """Whether there is a picture of the run's curves now; without matplotlib there is none."""
+    try:
+        from poise import plots
+    except ImportError:
+        return False
+    plots.save(plots.training_curves(read_log(run)), run / "curves.png")
+    return True
 
 
 def _measures(scores: Scores) -> dict[str, float]:
