@@ -47,6 +47,7 @@ class Tiny(nn.Module):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8)
         self.pool, self.drop, self.fc = nn.AdaptiveAvgPool2d(1), nn.Dropout(0.2), nn.Linear(8, num_classes)
+        self.idle = nn.Parameter(torch.zeros(1))
 
     def forward(self, images):
         features = self.pool(F.relu(self.norm(self.conv(images)))).flatten(1)
@@ -145,6 +146,7 @@ def test_steps_are_the_recipes(tmp_path, data, recipe, loss, monkeypatch):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         net = Tiny(3)
+        parameters = [p for name, p in net.named_parameters() if name != "idle"]
         momentum = None
         for epoch in range(2):
             torch.manual_seed(_seed_of(3, epoch))
@@ -155,14 +157,14 @@ def test_steps_are_the_recipes(tmp_path, data, recipe, loss, monkeypatch):
                 images = NORMALIZATIONS["cifar"](zoo.crop_and_flip(data.train.pixels[rows]))
                 net.zero_grad()
                 objective(net(images), data.train.labels[rows]).backward()
-                norm = torch.cat([p.grad.flatten() for p in net.parameters()]).norm()
-                slopes = [p.grad * min(1, 2 / (norm + 1e-6)) + 5e-4 * p.detach() for p in net.parameters()]
+                norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+                slopes = [p.grad * min(1, 2 / (norm + 1e-6)) + 5e-4 * p.detach() for p in parameters]
                 if momentum is None:
                     momentum = [slope.clone() for slope in slopes]
                 else:
                     momentum = [0.9 * old + slope for old, slope in zip(momentum, slopes, strict=True)]
                 rate = recipe.rate(epoch + step / steps)
-                for p, slope, speed in zip(net.parameters(), slopes, momentum, strict=True):
+                for p, slope, speed in zip(parameters, slopes, momentum, strict=True):
                     p.data -= rate * (slope + 0.9 * speed if recipe.nesterov else speed)
     for name, value in weights(tmp_path / "run").items():
         torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-3, atol=1e-5)
@@ -286,6 +288,7 @@ def test_what_cannot_begin_writes_nothing(tmp_path, data, monkeypatch):
         ({"network": "tinny"}, "did you mean 'tiny'"),
         ({"loss": "flsd"}, "did you mean 'flsd53'"),
         ({"device": "gpu"}, "device 'gpu' cannot be used here"),
+        ({"seed": -1}, "seed must be a whole number, 0 or more"),
         ({"checkpoint_every": 0}, "checkpoint_every must be 1 or more"),
         ({"folder": tmp_path / "no" / "run"}, "there is no folder .*; make it first"),
         ({"data": replace(data, train=None)}, "without pictures to train on"),

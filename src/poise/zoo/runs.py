@@ -82,8 +82,10 @@ def save_checkpoint(
     """All that the next epoch depends on: weights, momentum, what the loss has learned, and the number of epochs."""
     tensors = {f"network.{name}": value for name, value in network.state_dict().items()}
     tensors |= {f"loss.{name}": value for name, value in loss.state_dict().items()}
+    # A layer that never had a gradient has no momentum.
     for name, parameter in network.named_parameters():
-        tensors[f"momentum.{name}"] = optimizer.state[parameter]["momentum_buffer"]
+        if "momentum_buffer" in optimizer.state[parameter]:
+            tensors[f"momentum.{name}"] = optimizer.state[parameter]["momentum_buffer"]
     _write_tensors(folder / CHECKPOINT, tensors, {"epochs": str(num_epochs)})
 
 
@@ -97,9 +99,10 @@ def restore_checkpoint(folder: Path, network: nn.Module, optimizer: torch.optim.
         num_epochs = int(content.metadata()["epochs"])
         network.load_state_dict(_below("network.", tensors))
         loss.load_state_dict(_below("loss.", tensors))
-        momentum = _below("momentum.", tensors)
-        for name, parameter in network.named_parameters():
-            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum[name])
+        parameters = dict(network.named_parameters())
+        for name, momentum in _below("momentum.", tensors).items():
+            parameter = parameters[name]
+            optimizer.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
     return num_epochs
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,13 +57,13 @@ def train(
         raise ValueError(f"{data.name} came without pictures to train on; put its train folder beside the others.")
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be 1 or more, but is {checkpoint_every}.")
+    if seed < 0:
+        raise ValueError(f"seed must be a whole number, 0 or more, but is {seed}.")
     place = device_for(device)
-    halves = place.type == "cuda" if bf16 is None else bf16
     objective = loss_for(loss, dataset=data.name, network=network, reduction=recipe.reduction).to(place)
     with torch.random.fork_rng(_gpus(place)):
         torch.manual_seed(seed)
-        net = networks.network(network, len(data.classes))
-    net = placed(net, place)
+        net = placed(networks.network(network, len(data.classes)), place)
     optimizer = torch.optim.SGD(
         net.parameters(),
         lr=recipe.peak_rate,
@@ -70,36 +71,19 @@ def train(
         nesterov=recipe.nesterov,
         weight_decay=recipe.weight_decay,
     )
-    run = Path(folder)
-    config = {
-        "dataset": data.name,
-        "data": None if data.folder is None else str(data.folder),
-        "split_seed": data.split_seed,
-        "network": network,
-        "loss": loss,
-        "loss_options": repr(objective),
-        "recipe": dataclasses.asdict(recipe),
-        "seed": seed,
-        "bf16": halves,
-        "num_classes": len(data.classes),
-        "num_train": len(data.train),
-        "num_val": len(data.val),
-        "normalization": data.normalization._asdict(),
-        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else place.type,
-        **runs.origin(),
-    }
+    halves = place.type == "cuda" if bf16 is None else bf16
+    run, config = Path(folder), _description(data, network, loss, objective, recipe, seed, halves, place)
     runs.begin(run, config, resume=resume, num_bytes=runs.num_bytes_of(net))
     first = runs.restore_checkpoint(run, net, optimizer, objective)
     log = runs.read_log(run)[:first]
 
-    train_images, val_images = data.train.to(place), data.val.to(place)
+    work = _Work(
+        net, objective, optimizer, recipe, data.train.to(place), data.normalization, place, halves, seed, progress
+    )
+    val_images = data.val.to(place)
     for epoch in range(first, recipe.epochs):
         start = time.perf_counter()
-        with torch.random.fork_rng(_gpus(place)), torch.backends.cudnn.flags(enabled=True, benchmark=True):
-            torch.manual_seed(_seed_of(seed, epoch))
-            row = _one_epoch(
-                net, objective, optimizer, recipe, epoch, train_images, data.normalization, place, halves, progress
-            )
+        row = {"epoch": epoch + 1, **work.epoch(epoch)}
         if not math.isfinite(row["train_loss"]):
             raise ValueError(
                 f"the loss became {row['train_loss']} in epoch {epoch + 1}, so training has diverged; take a smaller "
@@ -107,7 +91,7 @@ def train(
             )
         val_logits, _ = predict(net, val_images, data.normalization, device=place)
         objective.update(val_logits.to(place), val_images.labels.to(place))
-        row = {"epoch": epoch + 1, **row, **_judged(val_logits, val_images.labels)}
+        row |= _judged(val_logits, val_images.labels)
         log.append({**row, "seconds": time.perf_counter() - start})
         runs.write_log(run, log)
         if (epoch + 1) % checkpoint_every == 0 or epoch + 1 == recipe.epochs:
@@ -119,44 +103,82 @@ def train(
     return net
 
 
-def _one_epoch(
-    net: nn.Module,
-    objective: Loss,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    epoch: int,
-    images: Images,
-    normalization: Normalization,
-    device: torch.device,
-    bf16: bool,
-    progress: Progress | None,
-) -> dict[str, float]:
-    net.train()
-    labels = images.labels.to(device)
-    # Shuffled on the CPU, so that every device sees the same order.
-    batches = torch.split(torch.randperm(len(images)), recipe.batch_size)
-    total, num_right = torch.zeros((), device=device), torch.zeros((), device=device)
-    for number, rows in enumerate(batches):
-        rate = recipe.rate(epoch + number / len(batches))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        rows = rows.to(device)
-        pixels = crop_and_flip(images.batch(rows).to(device, non_blocking=True))
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            logits = net(normalization(pixels))
-        loss = objective(logits.float(), labels[rows])
-        optimizer.zero_grad(set_to_none=True)
+@dataclass
+class _Work:
+    """What an epoch of training needs, on its device."""
+
+    net: nn.Module
+    objective: Loss
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    images: Images
+    normalization: Normalization
+    device: torch.device
+    bf16: bool
+    seed: int
+    progress: Progress | None
+
+    def epoch(self, number: int) -> dict[str, float]:
+        """Every picture once, in the order and with the crops of this epoch."""
+        self.net.train()
+        labels = self.images.labels.to(self.device)
+        total, num_right, rate = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0.0
+        with torch.random.fork_rng(_gpus(self.device)), torch.backends.cudnn.flags(enabled=True, benchmark=True):
+            torch.manual_seed(_seed_of(self.seed, number))
+            # Shuffled on the CPU, so that every device sees the same order.
+            batches = torch.split(torch.randperm(len(self.images)), self.recipe.batch_size)
+            for index, rows in enumerate(batches):
+                rate = self.recipe.rate(number + index / len(batches))
+                loss, right = self._step(rows.to(self.device), labels, rate)
+                total += loss * (1 if self.objective.options["reduction"] == "sum" else len(rows))
+                num_right += right
+                if self.progress is not None:
+                    self.progress(number + (index + 1) / len(batches), None)
+        num = len(self.images)
+        return {"rate": rate, "train_loss": float(total) / num, "train_accuracy": float(num_right) / num}
+
+    def _step(self, rows: Tensor, labels: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """One step of SGD; its loss, and how many were right before it."""
+        pixels = crop_and_flip(self.images.batch(rows).to(self.device))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            logits = self.net(self.normalization(pixels))
+        loss = self.objective(logits.float(), labels[rows])
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), recipe.clip)
-        optimizer.step()
-        total += loss.detach() * (1 if objective.options["reduction"] == "sum" else len(rows))
-        num_right += (logits.argmax(1) == labels[rows]).sum()
-        if progress is not None:
-            progress(epoch + (number + 1) / len(batches), None)
+        nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return loss.detach(), (logits.argmax(1) == labels[rows]).sum()
+
+
+def _description(
+    data: Dataset,
+    network: str,
+    loss: str,
+    objective: Loss,
+    recipe: Recipe,
+    seed: int,
+    bf16: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What the run is, in words and numbers that JSON has."""
     return {
-        "rate": rate,
-        "train_loss": float(total) / len(images),
-        "train_accuracy": float(num_right) / len(images),
+        "dataset": data.name,
+        "data": None if data.folder is None else str(data.folder),
+        "split_seed": data.split_seed,
+        "network": network,
+        "loss": loss,
+        "loss_options": repr(objective),
+        "recipe": dataclasses.asdict(recipe),
+        "seed": seed,
+        "bf16": bf16,
+        "num_classes": len(data.classes),
+        "num_train": 0 if data.train is None else len(data.train),
+        "num_val": len(data.val),
+        "normalization": data.normalization._asdict(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        **runs.origin(),
     }
 
 
