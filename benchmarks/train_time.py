@@ -1,9 +1,9 @@
 """The paper's train-time rows on networks of one's own: all runs by one command, their table by another.
 
-    python benchmarks/train_time.py train PICTURES RUNS    trains and extracts, most important first; goes on if stopped
+    python benchmarks/train_time.py train IMAGES RUNS    trains and extracts, most important first; goes on if stopped
     python benchmarks/train_time.py table RUNS             the table, from the logits that are there
 
-PICTURES holds CIFAR-10 as `poise train` takes it. RUNS/NAME is a run, RUNS/NAME/scores its logits and features.
+IMAGES holds CIFAR-10 as `poise train` takes it. RUNS/NAME is a run, RUNS/NAME/scores its logits and features.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def in_paper(network: str, loss: str) -> list[dict[str, float]]:
     ]
 
 
-def train(pictures: Path, runs: Path, recipe: str, epochs: int | None) -> None:
+def train(images: Path, runs: Path, recipe: str, epochs: int | None) -> None:
     """Every run that is not there yet, each a `poise train` and a `poise extract`."""
     runs.mkdir(exist_ok=True)
     for network, loss in RUNS:
@@ -89,7 +89,7 @@ def train(pictures: Path, runs: Path, recipe: str, epochs: int | None) -> None:
         if (run / "scores" / "test.npz").exists():
             continue
         poise_command = [sys.executable, "-m", "poise.cli"]
-        options = ["--data", pictures, "--network", network, "--loss", loss, "--recipe", recipe, "-o", run]
+        options = ["--data", images, "--network", network, "--loss", loss, "--recipe", recipe, "-o", run]
         options += [] if epochs is None else ["--epochs", epochs]
         options += ["--resume"] if run.exists() else []
         subprocess.run([*poise_command, "train", *map(str, options)], check=True)
@@ -147,18 +147,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(required=True)
     training = commands.add_parser("train", help="all runs that are not there yet")
-    training.add_argument("pictures", type=Path)
+    training.add_argument("images", type=Path)
     training.add_argument("runs", type=Path)
     training.add_argument("--recipe", default="short", help="short (default) or paper")
     training.add_argument("--epochs", type=int, help="the recipe in so many epochs")
-    training.set_defaults(do=lambda given: train(given.pictures, given.runs, given.recipe, given.epochs))
+    training.set_defaults(do=lambda given: train(given.images, given.runs, given.recipe, given.epochs))
     tabling = commands.add_parser("table", help="the table, from the logits that are there")
     tabling.add_argument("runs", type=Path)
     tabling.add_argument("--seeds", type=int, default=5)
     tabling.add_argument("--resamples", type=int, default=1000)
     tabling.set_defaults(do=lambda given: table(given.runs, given.seeds, given.resamples))
     given = parser.parse_args()
-    if not given.runs.is_dir() and "pictures" not in given:
+    if not given.runs.is_dir() and "images" not in given:
         parser.error(f"there is no folder {given.runs}; train first")
     given.do(given)
 

@@ -89,12 +89,12 @@ def test_official_forms(tmp_path, form, how):
         made.unpack(tmp_path / form.folder)
         path = tmp_path / form.folder if how == "folder" else tmp_path
     train, test = cifar.read_cifar(path, made.form)
-    for pictures, names in ((train, form.train), (test, form.test)):
+    for images, names in ((train, form.train), (test, form.test)):
         expected = np.concatenate([made.pixels[name] for name in names])
-        assert pictures.pixels.dtype == torch.uint8
-        np.testing.assert_array_equal(pictures.pixels, expected.reshape(-1, 3, 32, 32))
-        assert pictures.labels.tolist() == [label for name in names for label in made.labels[name]]
-        assert pictures.classes == ("cat", "dog", "owl")
+        assert images.pixels.dtype == torch.uint8
+        np.testing.assert_array_equal(images.pixels, expected.reshape(-1, 3, 32, 32))
+        assert images.labels.tolist() == [label for name in names for label in made.labels[name]]
+        assert images.classes == ("cat", "dog", "owl")
 
 
 def test_batches_of_either_python():
@@ -160,15 +160,15 @@ def test_what_is_not_the_data_is_refused(tmp_path):
 
 
 def write_mosaics(folder, counts=(4, 4, 2), suffix="webp", num_labels=None):
-    """train_00, train_01 and test_00, of two pictures a row; returns the pictures by split."""
-    pictures = {"train": [], "test": []}
+    """train_00, train_01 and test_00, of two images a row; returns the images by split."""
+    images = {"train": [], "test": []}
     for number, count in enumerate(counts):
         tiles = RNG.integers(256, size=(count, 32, 32, 3), dtype=np.uint8)
         mosaic = tiles.reshape(count // 2, 2, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(count // 2 * 32, 64, 3)
         name = f"train_{number:02d}" if number < 2 else "test_00"
         Image.fromarray(mosaic).save(folder / f"{name}.{suffix}", lossless=True)
-        pictures[name.split("_")[0]].append(tiles.transpose(0, 3, 1, 2))
-    stacked = {part: np.concatenate(tiles) for part, tiles in pictures.items()}
+        images[name.split("_")[0]].append(tiles.transpose(0, 3, 1, 2))
+    stacked = {part: np.concatenate(tiles) for part, tiles in images.items()}
     labels = {part: RNG.integers(10, size=num_labels or len(tiles)) for part, tiles in stacked.items()}
     np.savez(folder / "labels.npz", **labels)
     return stacked, labels
@@ -176,20 +176,20 @@ def write_mosaics(folder, counts=(4, 4, 2), suffix="webp", num_labels=None):
 
 @pytest.mark.parametrize("suffix", ["webp", "png"])
 def test_mosaics(tmp_path, suffix):
-    pictures, labels = write_mosaics(tmp_path, suffix=suffix)
+    images, labels = write_mosaics(tmp_path, suffix=suffix)
     for read, part in zip(cifar.read_cifar(tmp_path, cifar.CIFAR10), ("train", "test"), strict=True):
-        np.testing.assert_array_equal(read.pixels, pictures[part])
+        np.testing.assert_array_equal(read.pixels, images[part])
         assert read.labels.tolist() == labels[part].tolist()
         assert read.classes[3] == "cat"
 
 
 def test_damaged_mosaics_are_refused(tmp_path):
     write_mosaics(tmp_path, num_labels=7)
-    with pytest.raises(ValueError, match="8 pictures but 7 labels; a part of it is missing"):
+    with pytest.raises(ValueError, match="8 images but 7 labels; a part of it is missing"):
         cifar.read_cifar(tmp_path, cifar.CIFAR10)
     whole = (tmp_path / "train_01.webp").read_bytes()
     (tmp_path / "train_01.webp").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"train_01.webp cannot be read as a picture: it is truncated"):
+    with pytest.raises(ValueError, match=r"train_01.webp cannot be read as an image: it is truncated"):
         cifar.read_cifar(tmp_path, cifar.CIFAR10)
     Image.fromarray(np.zeros((32, 40, 3), np.uint8)).save(tmp_path / "train_01.webp")
     with pytest.raises(ValueError, match=r"has 40 x 32 pixels, .* multiples of 32"):
@@ -208,7 +208,7 @@ def test_without_pillow_the_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_real_mosaics():
-    """The shared CIFAR-10: its first pictures are the ones that everybody knows, and the split is the published one."""
+    """The shared CIFAR-10: its first images are the ones that everybody knows, and the split is the published one."""
     load_shared("cifar10-resnet56-ce", "test")  # skips where the data is not
     data = dataset("cifar10", MOSAICS)
     assert (len(data.train), len(data.val), len(data.test)) == (45_000, 5_000, 10_000)
@@ -264,15 +264,15 @@ def test_imagenet_folders(tmp_path):
     assert len(dataset("imagenet", tmp_path).train) == 2
 
 
-def test_pictures_are_scaled_and_cut_in_the_middle(tmp_path):
-    """A wide gray picture with a white stripe in its middle: the stripe stays there, at its scale."""
+def test_images_are_scaled_and_cut_in_the_middle(tmp_path):
+    """A wide gray image with a white stripe in its middle: the stripe stays there, at its scale."""
     pixels = np.full((128, 300), 60, np.uint8)
     pixels[:, 140:160] = 250
     Image.fromarray(pixels, "L").save(tmp_path / "a.png")
     (tmp_path / "list.txt").write_text("a.png 0\n")
-    (picture,) = read_list(tmp_path / "list.txt", tmp_path).batch(torch.tensor([0]))
-    assert picture.shape == (3, 224, 224)
-    bright = (picture[0, 100] > 155).nonzero()[:, 0]
+    (image,) = read_list(tmp_path / "list.txt", tmp_path).batch(torch.tensor([0]))
+    assert image.shape == (3, 224, 224)
+    bright = (image[0, 100] > 155).nonzero()[:, 0]
     assert (len(bright), bright.float().mean().item()) == (40, 111.5)
 
 
@@ -297,7 +297,7 @@ def test_imagenet_lt_lists(tmp_path):
         ("a.png\n", "line 1"),
         ("a.png 1000\n", "between 0 and 999 for 1000 classes, but a label 1000 came"),
         ("b.png 0\n", "there is no file .*b.png; did you mean 'a.png'"),
-        ("", "holds no pictures"),
+        ("", "holds no images"),
     ],
 )
 def test_bad_lists_are_refused(tmp_path, lines, sentence):
@@ -340,10 +340,10 @@ def test_normalization(name):
 
 
 def test_augmentation_is_a_crop_and_a_flip():
-    """Each result is one of the crops of its padded picture, and all of them occur equally often."""
+    """Each result is one of the crops of its padded image, and all of them occur equally often."""
     generator = torch.Generator().manual_seed(0)
-    picture = torch.arange(1, 49, dtype=torch.uint8).reshape(1, 3, 4, 4)
-    padded = torch.nn.functional.pad(picture, (2, 2, 2, 2))
+    image = torch.arange(1, 49, dtype=torch.uint8).reshape(1, 3, 4, 4)
+    padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
     known = {}
     for top in range(5):
         for left in range(5):
@@ -351,7 +351,7 @@ def test_augmentation_is_a_crop_and_a_flip():
             for flipped in (False, True):
                 shown = crop.flip(2) if flipped else crop
                 known[shown.contiguous().numpy().tobytes()] = (top, left, flipped)
-    many = crop_and_flip(picture.expand(5000, 3, 4, 4), 2, generator=generator)
+    many = crop_and_flip(image.expand(5000, 3, 4, 4), 2, generator=generator)
     assert many.dtype == torch.uint8
     seen = [known[one.contiguous().numpy().tobytes()] for one in many]
     counts = np.unique(np.array(seen), axis=0, return_counts=True)[1]
@@ -360,7 +360,7 @@ def test_augmentation_is_a_crop_and_a_flip():
     assert ((counts - 100) ** 2 / 100).sum() < 85.4
 
 
-def test_augmentation_keeps_pictures_apart_and_follows_the_seed():
+def test_augmentation_keeps_images_apart_and_follows_the_seed():
     pixels = torch.arange(1, 9, dtype=torch.uint8)[:, None, None, None].expand(8, 3, 6, 5).contiguous()
     made = [crop_and_flip(pixels, 1, generator=torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
     assert made[0].shape == pixels.shape

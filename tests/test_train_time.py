@@ -73,7 +73,7 @@ def test_training_goes_through_the_command_line(script, tmp_path, monkeypatch):
     (tmp_path / "runs" / "resnet50.cross-entropy" / "scores").mkdir(parents=True)
     (tmp_path / "runs" / "resnet50.cross-entropy" / "scores" / "test.npz").touch()
     (tmp_path / "runs" / "resnet50.flsd53").mkdir()
-    monkeypatch.setattr(sys, "argv", ["train_time.py", "train", "pictures", str(tmp_path / "runs"), "--epochs", "40"])
+    monkeypatch.setattr(sys, "argv", ["train_time.py", "train", "images", str(tmp_path / "runs"), "--epochs", "40"])
     script.main()
     assert len(ran) == 2 * (len(script.RUNS) - 1)
     run = str(tmp_path / "runs" / "resnet50.flsd53")

@@ -69,14 +69,14 @@ def tiles(num, seed):
     return pixels.astype(np.uint8), labels
 
 
-def pictures(num, seed):
+def images(num, seed):
     pixels, labels = tiles(num, seed)
     return Pixels(torch.from_numpy(pixels), labels, CLASSES)
 
 
 @pytest.fixture(scope="module")
 def data():
-    return Dataset("cifar10", pictures(90, 0), pictures(40, 1), pictures(50, 2), NORMALIZATIONS["cifar"])
+    return Dataset("cifar10", images(90, 0), images(40, 1), images(50, 2), NORMALIZATIONS["cifar"])
 
 
 def weights(folder):
@@ -291,7 +291,7 @@ def test_what_cannot_begin_writes_nothing(tmp_path, data, monkeypatch):
         ({"seed": -1}, "seed must be a whole number, 0 or more"),
         ({"checkpoint_every": 0}, "checkpoint_every must be 1 or more"),
         ({"folder": tmp_path / "no" / "run"}, "there is no folder .*; make it first"),
-        ({"data": replace(data, train=None)}, "without pictures to train on"),
+        ({"data": replace(data, train=None)}, "without images to train on"),
     ]:
         with pytest.raises((ValueError, FileNotFoundError), match=sentence):
             zoo.train(**{"data": data, "network": "tiny", "loss": "focal", "folder": tmp_path / "run", **options})
@@ -307,7 +307,7 @@ def test_what_cannot_begin_writes_nothing(tmp_path, data, monkeypatch):
 
 
 def write_mosaics(folder):
-    """A small CIFAR-10: 200 and 64 pictures of three of its classes, as mosaics."""
+    """A small CIFAR-10: 200 and 64 images of three of its classes, as mosaics."""
     folder.mkdir()
     labels = {}
     for split, rows, seed in (("train", 20, 3), ("test", 8, 4)):
@@ -332,7 +332,7 @@ def run(*command: object, code: int = 0):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
-def test_from_pictures_to_probabilities(tmp_path, mosaics, monkeypatch):
+def test_from_images_to_probabilities(tmp_path, mosaics, monkeypatch):
     """Train, be killed without warning, resume, extract, fit, apply, evaluate: with a real network, as a user would."""
     monkeypatch.chdir(tmp_path)
     options = ["--data", mosaics, "--network", "resnet20", "--loss", "flsd53", "--epochs", "2", "--device", "cpu"]
@@ -437,7 +437,7 @@ REFUSED = {
     "extract unnamed": ("extract wrong.pt -o s", "name --network, --dataset and --data"),
     "name alone": (
         "extract timm/resnet50 -o s",
-        "timm/resnet50 is a network and says nothing of pictures; name --dataset",
+        "timm/resnet50 is a network and says nothing of images; name --dataset",
     ),
     "no library": ("extract torchvision/resnet50 -o s --dataset cifar10 --data DATA", "pip install torchvision"),
     "other network": (

@@ -24,7 +24,7 @@ Device = Annotated[
 
 
 def train(
-    data: Annotated[Path, typer.Option("--data", metavar="FOLDER", help="Where the pictures are.", show_default=False)],
+    data: Annotated[Path, typer.Option("--data", metavar="FOLDER", help="Where the images are.", show_default=False)],
     out: Annotated[
         Path, typer.Option("--output", "-o", metavar="FOLDER", help="The run's folder.", show_default=False)
     ],
@@ -58,11 +58,11 @@ def train(
     if recipe not in zoo.RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(zoo.RECIPES)}, but is {recipe!r}.")
     chosen = zoo.RECIPES[recipe] if epochs is None else zoo.RECIPES[recipe].of_length(epochs)
-    # Wrong names are said before the pictures are read.
+    # Wrong names are said before the images are read.
     named(network)
     zoo.loss_for(loss, dataset=dataset, network=network, reduction=chosen.reduction)
     with screen.working(f"reading {dataset}"):
-        pictures = zoo.dataset(dataset, data)
+        data_set = zoo.dataset(dataset, data)
     last: dict[str, Any] = {}
     # Said once the run has begun, so that a refusal stands alone.
     head = [f"{network} on {dataset}, {loss}, {chosen.epochs} epochs, seed {seed}"]
@@ -77,7 +77,7 @@ def train(
                 shown.say(_in_words(row, chosen.epochs))
 
         zoo.train(
-            pictures,
+            data_set,
             network,
             loss,
             out,
@@ -108,10 +108,10 @@ def extract(
         typer.Option("--output", "-o", metavar="FOLDER", help="Where val.npz and test.npz go.", show_default=False),
     ],
     data: Annotated[
-        Path | None, typer.Option("--data", metavar="FOLDER", help="Where the pictures are. Default: the run's.")
+        Path | None, typer.Option("--data", metavar="FOLDER", help="Where the images are. Default: the run's.")
     ] = None,
     network: Annotated[str | None, typer.Option(metavar="NAME", help="The network of a checkpoint.")] = None,
-    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="The pictures, if not the run's.")] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="The images, if not the run's.")] = None,
     normalization: Annotated[
         str | None,
         typer.Option(metavar="NAME", help=f"{', '.join(zoo.NORMALIZATIONS)}. Default: the network's or the data's."),
@@ -121,20 +121,20 @@ def extract(
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Take a network's logits and features for the validation and test pictures, for poise fit and evaluate."""
+    """Take a network's logits and features for the validation and test images, for poise fit and evaluate."""
     screen = Screen(json)
     outputs = {split: out / f"{split}.npz" for split in ("val", "test")}
     check_outputs({}, {"--output": outputs["val"] if out.exists() else out, "--json": json})
     if normalization is not None and normalization not in zoo.NORMALIZATIONS:
         raise ValueError(f"normalization must be one of {', '.join(zoo.NORMALIZATIONS)}, but is {normalization!r}.")
     with screen.working("reading"):
-        net, pictures = _trained(source, data, network, dataset)
-    own = getattr(net, "normalization", pictures.normalization)
+        net, data_set = _trained(source, data, network, dataset)
+    own = getattr(net, "normalization", data_set.normalization)
     scale = own if normalization is None else zoo.NORMALIZATIONS[normalization]
     found: dict[str, Scores] = {}
     for split in outputs:
-        images: zoo.Images = getattr(pictures, split)
-        with bar(screen, f"{split} pictures", len(images)) as shown:
+        images: zoo.Images = getattr(data_set, split)
+        with bar(screen, f"{split} images", len(images)) as shown:
             found[split] = zoo.extract(net, images, scale, features=features, device=device, progress=shown.reach)
     out.mkdir(exist_ok=True)
     for split, path in outputs.items():
@@ -154,33 +154,33 @@ def extract(
     )
     for split, path in outputs.items():
         told = ", ".join(f"{name} {number(value, name != 'nll')}" for name, value in measured[split].items())
-        screen.say(f"Saved: {path}: {found[split].num_samples:,} pictures, {told}")
+        screen.say(f"Saved: {path}: {found[split].num_samples:,} images, {told}")
 
 
 def _trained(
     source: Path, data: Path | None, network: str | None, dataset: str | None
 ) -> tuple[nn.Module, zoo.Dataset]:
-    """The network, and the pictures as it was trained with them."""
+    """The network, and the images as it was trained with them."""
     if is_run(source):
         if network is not None:
             raise ValueError(f"{source} is a run, which knows its network; leave --network out.")
         net, config = zoo.load_run(source)
         place = data or config["data"]
         if place is None:
-            raise ValueError(f"the run in {source} does not say where its pictures are; name the folder by --data.")
+            raise ValueError(f"the run in {source} does not say where its images are; name the folder by --data.")
         return net, zoo.dataset(dataset or config["dataset"], place, seed=config["split_seed"])
     if source.is_dir():
         raise ValueError(f"{source} holds no run of poise train; name a run's folder, or a checkpoint's file.")
     is_name = source.parts[0] in LIBRARIES and len(source.parts) == 2 and not source.exists()
     if dataset is None or data is None or (network is None and not is_name):
         raise ValueError(
-            f"{source} is a {'network' if is_name else 'checkpoint'} and says nothing of pictures; name "
+            f"{source} is a {'network' if is_name else 'checkpoint'} and says nothing of images; name "
             f"{'' if is_name else '--network, '}--dataset and --data."
         )
-    pictures = zoo.dataset(dataset, data)
+    data_set = zoo.dataset(dataset, data)
     if network is None:
-        return zoo.network(source.as_posix(), len(pictures.classes), pretrained=True), pictures
-    return zoo.load_weights(zoo.network(network, len(pictures.classes)), source), pictures
+        return zoo.network(source.as_posix(), len(data_set.classes), pretrained=True), data_set
+    return zoo.load_weights(zoo.network(network, len(data_set.classes)), source), data_set
 
 
 def _draw(run: Path) -> bool:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def crop_and_flip(pixels: Tensor, padding: int = 4, *, generator: torch.Generator | None = None) -> Tensor:
-    """Each picture (n, 3, h, w) shifted by up to `padding` pixels each way, with black, and mirrored half the time.
+    """Each image (n, 3, h, w) shifted by up to `padding` pixels each way, with black, and mirrored half the time.
 
     Padding by zeros before the normalization, then a crop to the old size, as torchvision's RandomCrop(32, padding=4)
     with RandomHorizontalFlip. The draws come from `generator`, or the device's own.

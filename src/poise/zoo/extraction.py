@@ -1,4 +1,4 @@
-"""Logits and features of a network for a set of pictures: what calibration works on."""
+"""Logits and features of a network for a set of images: what calibration works on."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def extract(
     batch_size: int = 250,
     progress: Callable[[int], None] | None = None,
 ) -> Scores:
-    """The network's logits for pictures, in float32 and in their order, with labels, class names and features.
+    """The network's logits for images, in float32 and in their order, with labels, class names and features.
 
     The features are what `network.feature_layer` puts out; the logits are its last layer's map of them. `normalization`
     must be the one that the network was trained with: another one costs accuracy without a word. `progress` is told the
-    number of pictures done.
+    number of images done.
     """
     place = device_for(device)
     logits, kept = predict(

@@ -54,7 +54,7 @@ def train(
     Reference: Mukhoti et al., Calibrating Deep Neural Networks using Focal Loss, NeurIPS 2020.
     """
     if data.train is None:
-        raise ValueError(f"{data.name} came without pictures to train on; put its train folder beside the others.")
+        raise ValueError(f"{data.name} came without images to train on; put its train folder beside the others.")
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be 1 or more, but is {checkpoint_every}.")
     if seed < 0:
@@ -119,7 +119,7 @@ class _Work:
     progress: Progress | None
 
     def epoch(self, number: int) -> dict[str, float]:
-        """Every picture once, in the order and with the crops of this epoch."""
+        """Every image once, in the order and with the crops of this epoch."""
         self.net.train()
         labels = self.images.labels.to(self.device)
         total, num_right, rate = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0.0

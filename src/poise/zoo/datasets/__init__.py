@@ -1,4 +1,4 @@
-"""Data sets by name, each with the paper's split into training, validation and test pictures."""
+"""Data sets by name, each with the paper's split into training, validation and test images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DATASETS", "NORMALIZATIONS", "Dataset", "ImageFiles", "Images", "Nor
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Pictures to train on, to fit calibrators on and to judge by; `train` is None where there are none."""
+    """Images to train on, to fit calibrators on and to judge by; `train` is None where there are none."""
 
     name: str
     train: Images | None
@@ -41,11 +41,11 @@ def dataset(name: str, folder: str | os.PathLike[str], *, seed: int = 1) -> Data
     """The data set of that name, read from a folder; `DATASETS` lists the names.
 
     cifar10, cifar100: the official archive, its unpacked folder, or mosaics (`read_cifar`); the 50,000 training
-    pictures are split into 45,000 and 5,000 as the published networks' were, by seed 1. imagenet: ``val/<class>/``, and
-    ``train/<class>/`` where it is, the validation pictures split into 20 % to fit on and 80 % to judge by, as in the
+    images are split into 45,000 and 5,000 as the published networks' were, by seed 1. imagenet: ``val/<class>/``, and
+    ``train/<class>/`` where it is, the validation images split into 20 % to fit on and 80 % to judge by, as in the
     paper, which names no seed. imagenet-lt: ``ImageNet_LT_{train,val,test}.txt`` beside the folders they name, with
     their own split. tiny-imagenet: train and val, the latter split as ImageNet's (the published code fits and judges on
-    the same pictures). Nothing is ever downloaded.
+    the same images). Nothing is ever downloaded.
     """
     if name not in DATASETS:
         raise ValueError(f"dataset must be one of {', '.join(DATASETS)}, but is {name!r}{nearest(name, DATASETS)}")
@@ -69,8 +69,8 @@ def split(num_samples: int, num_val: int, seed: int = 1) -> tuple[Tensor, Tensor
 
 def _cifar(form: Form) -> Callable[[str, Path, int], Dataset]:
     def read(name: str, folder: Path, seed: int) -> Dataset:
-        pictures, test = read_cifar(folder, form)
-        train, val = (pictures.take(rows) for rows in split(len(pictures), len(pictures) // 10, seed))
+        images, test = read_cifar(folder, form)
+        train, val = (images.take(rows) for rows in split(len(images), len(images) // 10, seed))
         return Dataset(name, train, val, test, NORMALIZATIONS["cifar"])
 
     return read

@@ -26,7 +26,7 @@ class _Reader(pickle.Unpickler):
         # numpy 2 writes numpy._core where numpy 1 wrote numpy.core.
         known = _KNOWN.get((module.replace("numpy._core", "numpy.core"), name))
         if known is None:
-            raise pickle.UnpicklingError(f"a batch of pictures has no use for {module}.{name}")
+            raise pickle.UnpicklingError(f"a batch of images has no use for {module}.{name}")
         return known
 
 
@@ -52,7 +52,7 @@ class _Array:
     def array(self) -> np.ndarray:
         _, shape, dtype, is_fortran, content = self.state
         if not isinstance(dtype, _Dtype) or dtype.name != "u1":
-            raise pickle.UnpicklingError("pictures are arrays of bytes")
+            raise pickle.UnpicklingError("images are arrays of bytes")
         return np.frombuffer(content, np.uint8).reshape(shape, order="F" if is_fortran else "C")
 
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: from the official archive, from its unpacked folder, or from mosaics of pictures."""
+"""CIFAR-10 and CIFAR-100: from the official archive, from its unpacked folder, or from mosaics of images."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from poise.io.files import existing, reading
 from poise.zoo.datasets.batches import read_batch
-from poise.zoo.datasets.images import Pixels, read_picture
+from poise.zoo.datasets.images import Pixels, read_image
 
 SIDE = 32
-"""Pixels along one side of a picture."""
+"""Pixels along one side of an image."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 def read_cifar(path: Path, form: Form) -> tuple[Pixels, Pixels]:
-    """Training and test pictures, in the official order; `path` is the archive, the folder in it, or what holds them.
+    """Training and test images, in the official order; `path` is the archive, the folder in it, or what holds them.
 
     CIFAR-10 may also be a folder of mosaics: ``train_00.webp``, ``test_00.webp`` and so on (any format that pillow
-    reads without loss), each a square of whole pictures in rows, with their labels in ``labels.npz`` under ``train``
+    reads without loss), each a square of whole images in rows, with their labels in ``labels.npz`` under ``train``
     and ``test``.
     """
     if path.is_file():
@@ -95,14 +95,14 @@ def _from_archive(file: Path, form: Form) -> tuple[Pixels, Pixels]:
     with reading(file, "a tar archive", "download it again"), tarfile.open(file) as archive:
         members = {name: archive.extractfile(f"{form.folder}/{name}") for name in _files(form)}
         contents = {name: member.read() for name, member in members.items() if member is not None}
-    return _pictures(contents, form, file)
+    return _images(contents, form, file)
 
 
 def _from_folder(folder: Path, form: Form) -> tuple[Pixels, Pixels]:
     contents = {name: existing(folder / name).read_bytes() for name in _files(form)}
     for name, expected in _files(form).items():
         _same(hashlib.md5(contents[name]).hexdigest(), expected, folder / name, form)
-    return _pictures(contents, form, folder)
+    return _images(contents, form, folder)
 
 
 def _files(form: Form) -> dict[str, str]:
@@ -117,7 +117,7 @@ def _same(found: str, expected: str, file: Path, form: Form) -> None:
         )
 
 
-def _pictures(contents: Mapping[str, bytes], form: Form, source: Path) -> tuple[Pixels, Pixels]:
+def _images(contents: Mapping[str, bytes], form: Form, source: Path) -> tuple[Pixels, Pixels]:
     with reading(source, f"batches of {form.title}", "download it again"):
         (meta,) = (read_batch(contents[name]) for name in form.meta)
         classes = [name.decode() for name in meta[form.names]]
@@ -146,12 +146,12 @@ def _tiles(files: Sequence[Path], folder: Path) -> Tensor:
         raise FileNotFoundError(f"{folder} has labels.npz but no mosaics train_00.webp, test_00.webp and so on.")
     parts = []
     for file in files:
-        picture = read_picture(file)
-        if picture.shape[1] % SIDE or picture.shape[2] % SIDE:
+        image = read_image(file)
+        if image.shape[1] % SIDE or image.shape[2] % SIDE:
             raise ValueError(
-                f"the mosaic {file} has {picture.shape[2]} x {picture.shape[1]} pixels, but holds pictures of {SIDE} x "
+                f"the mosaic {file} has {image.shape[2]} x {image.shape[1]} pixels, but holds images of {SIDE} x "
                 f"{SIDE}, so both must be multiples of {SIDE}; make it again."
             )
-        tiles = picture.unfold(1, SIDE, SIDE).unfold(2, SIDE, SIDE)
+        tiles = image.unfold(1, SIDE, SIDE).unfold(2, SIDE, SIDE)
         parts.append(tiles.permute(1, 2, 0, 3, 4).reshape(-1, 3, SIDE, SIDE))
     return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""ImageNet-1K folders, ImageNet-LT's lists and Tiny-ImageNet: pictures in files, read when they are wanted."""
+"""ImageNet-1K folders, ImageNet-LT's lists and Tiny-ImageNet: images in files, read when they are wanted."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ NUM_IMAGENET_CLASSES = 1000
 
 
 def read_class_folders(folder: Path, *, shorter: int = 256, size: int = 224) -> ImageFiles:
-    """``<folder>/<class>/<picture>``: the classes in the order of their names, the pictures in the order of theirs."""
+    """``<folder>/<class>/<image>``: the classes in the order of their names, the images in the order of theirs."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder} with one folder of pictures for every class.")
+        raise FileNotFoundError(f"there is no folder {folder} with one folder of images for every class.")
     classes = sorted(child.name for child in folder.iterdir() if child.is_dir())
     if len(classes) < 2:
         raise ValueError(
-            f"{folder} must hold one folder of pictures for every class, but holds {len(classes)} folder(s); "
-            "sort the pictures into folders that are called after their classes."
+            f"{folder} must hold one folder of images for every class, but holds {len(classes)} folder(s); "
+            "sort the images into folders that are called after their classes."
         )
     files, labels = [], []
     for label, name in enumerate(classes):
-        pictures = _pictures_in(folder / name)
-        files += pictures
-        labels += [label] * len(pictures)
+        images = _images_in(folder / name)
+        files += images
+        labels += [label] * len(images)
     return ImageFiles(files, labels, classes, str(folder), shorter=shorter, size=size)
 
 
@@ -56,9 +56,9 @@ def read_tiny(folder: Path) -> tuple[ImageFiles, ImageFiles]:
     number = {name: label for label, name in enumerate(classes)}
     files, labels = [], []
     for name in classes:
-        pictures = _pictures_in(folder / "train" / name / "images")
-        files += pictures
-        labels += [number[name]] * len(pictures)
+        images = _images_in(folder / "train" / name / "images")
+        files += images
+        labels += [number[name]] * len(images)
     train = ImageFiles(files, labels, classes, str(folder / "train"), shorter=64, size=64)
     table = existing(folder / "val" / "val_annotations.txt")
     with reading(table, "Tiny-ImageNet's annotations", "each line is a file, a tab and a class, and more"):
@@ -74,7 +74,7 @@ def tiny_in_memory(folder: Path) -> tuple[Pixels, Pixels]:
     return train.in_memory(), val.in_memory()
 
 
-def _pictures_in(folder: Path) -> list[Path]:
+def _images_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; a class of the data set is missing.")
     return sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES)

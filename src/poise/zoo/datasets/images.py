@@ -1,4 +1,4 @@
-"""Pictures with labels, in memory or in files: what a batch of them is, whatever they were read from."""
+"""Images with labels, in memory or in files: what a batch of them is, whatever they were read from."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ NORMALIZATIONS = {
 
 
 class Images(ABC):
-    """n pictures, their labels (n,) and the names of the classes."""
+    """n images, their labels (n,) and the names of the classes."""
 
     def __init__(self, labels: Any, classes: Sequence[str], source: str) -> None:
         self.labels = torch.as_tensor(labels, dtype=torch.int64)
         self.classes = tuple(classes)
         if len(self.labels) == 0:
-            raise ValueError(f"{source} holds no pictures; check the path.")
+            raise ValueError(f"{source} holds no images; check the path.")
         wrong = self.labels[(self.labels < 0) | (self.labels >= len(self.classes))]
         if len(wrong):
             raise ValueError(
@@ -54,7 +54,7 @@ class Images(ABC):
 
     @abstractmethod
     def batch(self, rows: Tensor) -> Tensor:
-        """The pictures of some rows, as bytes (n, 3, h, w)."""
+        """The images of some rows, as bytes (n, 3, h, w)."""
 
     @abstractmethod
     def take(self, rows: Tensor) -> Self:
@@ -66,13 +66,13 @@ class Images(ABC):
 
 
 class Pixels(Images):
-    """Pictures of one size in memory, (n, 3, h, w) bytes."""
+    """Images of one size in memory, (n, 3, h, w) bytes."""
 
     def __init__(self, pixels: Tensor, labels: Any, classes: Sequence[str], source: str = "the data") -> None:
         super().__init__(labels, classes, source)
         if len(pixels) != len(self.labels):
             raise ValueError(
-                f"{source} has {len(pixels)} pictures but {len(self.labels)} labels; a part of it is missing."
+                f"{source} has {len(pixels)} images but {len(self.labels)} labels; a part of it is missing."
             )
         self.pixels = pixels
 
@@ -87,7 +87,7 @@ class Pixels(Images):
 
 
 class ImageFiles(Images):
-    """Pictures in files, each read when it is wanted: its shorter side scaled to `shorter`, its middle cut out."""
+    """Images in files, each read when it is wanted: its shorter side scaled to `shorter`, its middle cut out."""
 
     def __init__(
         self,
@@ -116,23 +116,23 @@ class ImageFiles(Images):
         return Pixels(self.batch(torch.arange(len(self))), self.labels, self.classes)
 
     def _read(self, row: int) -> Tensor:
-        picture = read_picture(self.files[row], shorter=self.shorter)
-        top, left = (picture.shape[1] - self.size) // 2, (picture.shape[2] - self.size) // 2
-        return picture[:, top : top + self.size, left : left + self.size].clone()
+        image = read_image(self.files[row], shorter=self.shorter)
+        top, left = (image.shape[1] - self.size) // 2, (image.shape[2] - self.size) // 2
+        return image[:, top : top + self.size, left : left + self.size].clone()
 
 
-def read_picture(path: Path, *, shorter: int | None = None) -> Tensor:
-    """A picture as bytes (3, h, w), scaled so that its shorter side has that many pixels."""
+def read_image(path: Path, *, shorter: int | None = None) -> Tensor:
+    """An image as bytes (3, h, w), scaled so that its shorter side has that many pixels."""
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError('reading pictures needs pillow: pip install "poise[zoo]".') from error
+        raise ImportError('reading images needs pillow: pip install "poise[zoo]".') from error
     file = existing(path)
-    with reading(file, "a picture", "download it again"), Image.open(file) as opened:
-        picture = opened.convert("RGB")
-        if shorter is not None and min(picture.size) != shorter:
-            scale = shorter / min(picture.size)
-            width, height = (max(shorter, round(scale * side)) for side in picture.size)
-            picture = picture.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = np.array(picture)
+    with reading(file, "an image", "download it again"), Image.open(file) as opened:
+        image = opened.convert("RGB")
+        if shorter is not None and min(image.size) != shorter:
+            scale = shorter / min(image.size)
+            width, height = (max(shorter, round(scale * side)) for side in image.size)
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        pixels = np.array(image)
     return torch.from_numpy(pixels).permute(2, 0, 1)
