@@ -147,3 +147,24 @@ def test_examples_run():
     found = doctest.testmod(plots)
     assert found.attempted
     assert not found.failed
+
+
+def test_curves_are_the_log():
+    names = ("train_loss", "train_accuracy", "val_nll", "val_accuracy", "val_ece")
+    rng = np.random.default_rng(0)
+    log = [{"epoch": epoch, **dict(zip(names, rng.random(5), strict=True))} for epoch in range(1, 7)]
+    figure = plots.training_curves(log)
+    drawn = {(axes.get_ylabel(), line.get_label()): line for axes in figure.axes for line in axes.get_lines()}
+    for (panel, label), name in {
+        ("loss", "training loss"): "train_loss",
+        ("loss", "validation NLL"): "val_nll",
+        ("accuracy", "training"): "train_accuracy",
+        ("accuracy", "validation"): "val_accuracy",
+        ("ECE", "validation"): "val_ece",
+    }.items():
+        line = drawn.pop((panel, label))
+        assert line.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
+        assert line.get_ydata().tolist() == [row[name] for row in log]
+    assert not drawn
+    with pytest.raises(ValueError, match="the log has no epoch"):
+        plots.training_curves([])

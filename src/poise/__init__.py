@@ -3,7 +3,7 @@
 p_k(x) = E_z [ g_k( h( x ⊕ ε z ) ) ]
 """
 
-from poise import io, link, metrics, neighbors, noise, readout, sampling
+from poise import io, link, losses, metrics, neighbors, noise, readout, sampling
 from poise.calibrators import (
     BayesianBinning,
     BetaCalibration,
@@ -69,6 +69,7 @@ __all__ = [
     "io",
     "link",
     "load",
+    "losses",
     "metrics",
     "neighbors",
     "noise",

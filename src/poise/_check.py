@@ -227,6 +227,35 @@ def head_output(logits: Tensor, *, num_samples: int) -> Logits:
     return logits
 
 
+def training_batch(logits_array: Array, labels_array: Array) -> tuple[Logits, Labels]:
+    """(n, k) logits of two classes or more, halves as float32, and (n,) whole labels, on one device.
+
+    The labels' range is looked at on the CPU only: on a GPU that would make every training step wait for the last one.
+    """
+    scores = _floating(logits_array, "logits")
+    if scores.ndim != 2 or scores.shape[0] == 0 or scores.shape[1] < 2:
+        raise ValueError(
+            f"a loss takes logits of shape (n, k) with at least one row and two classes, but they have shape "
+            f"{tuple(scores.shape)}; pass the network's output for a batch, one column per class."
+        )
+    truth = to_tensor(labels_array)
+    if truth.shape != scores.shape[:1] or truth.is_floating_point() or truth.is_complex():
+        raise ValueError(
+            f"a loss takes one whole number per row as labels, shape ({len(scores)},), but they have shape "
+            f"{tuple(truth.shape)} and dtype {truth.dtype}; for one-hot labels pass labels.argmax(1)."
+        )
+    if truth.device.type == "cpu":
+        truth = labels(truth, num_samples=len(scores), num_classes=scores.shape[1])
+    return scores, truth.to(scores.device, torch.int64)
+
+
+def below_one(value: float, name: str) -> float:
+    """A number from 0 up to, but not including, 1."""
+    if nonnegative(value, name) >= 1:
+        raise ValueError(f"{name} must be 0 or above and below 1, but is {value!r}.")
+    return float(value)
+
+
 def _nearest(word: str, options: Iterable[str]) -> str:
     known = {option.lower(): option for option in options}
     close = difflib.get_close_matches(word.lower(), list(known), n=1)

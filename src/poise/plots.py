@@ -1,8 +1,8 @@
-"""Reliability diagrams: what the bins hold is computed first and then drawn, without any global state of matplotlib."""
+"""Reliability diagrams and training curves: computed first and then drawn, without any global state of matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -94,6 +94,38 @@ def save(figure: Figure, path: FilePath, *, dpi: int = 200) -> None:
     """
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=dpi, facecolor="white")
+
+
+def training_curves(log: Sequence[Mapping[str, float]]) -> Figure:
+    """A training run epoch by epoch: its loss beside the validation NLL, both accuracies, the validation ECE.
+
+    `log` is what ``poise.zoo`` writes, one mapping per epoch. Under a loss that is no NLL the two curves of the first
+    panel have different units; a validation NLL that rises while the accuracy does is overconfidence growing.
+
+    >>> names = ["epoch", "train_loss", "train_accuracy", "val_nll", "val_accuracy", "val_ece"]
+    >>> figure = training_curves([dict(zip(names, [1, 2.0, 0.3, 1.9, 0.3, 0.1]))])
+    >>> [axes.get_ylabel() for axes in figure.axes]
+    ['loss', 'accuracy', 'ECE']
+    """
+    if not log:
+        raise ValueError("there is nothing to draw: the log has no epoch; train for one at least.")
+    epochs = [row["epoch"] for row in log]
+    figure = Figure(figsize=(3 * 3.6, 3.2), layout="constrained")
+    panels = {
+        "loss": {"training loss": "train_loss", "validation NLL": "val_nll"},
+        "accuracy": {"training": "train_accuracy", "validation": "val_accuracy"},
+        "ECE": {"validation": "val_ece"},
+    }
+    for axes, (title, curves) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for label, name in curves.items():
+            color, style = (_SHARE, (0, (5, 2))) if name.startswith("train") else (_GAP, "solid")
+            axes.plot(epochs, [row[name] for row in log], color=color, linestyle=style, linewidth=1.4, label=label)
+        axes.set(xlabel="epoch", ylabel=title, ylim=(0, None))
+        if title != "loss":
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.legend(fontsize=8, frameon=False)
+    return figure
 
 
 def _bins(probs: Array, labels: Array, num_bins: int) -> Bins:

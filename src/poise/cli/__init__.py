@@ -1,4 +1,4 @@
-"""The command line: `poise demo | fit | apply | evaluate`; the only place that imports typer and rich."""
+"""The command line: `poise demo`, `fit`, `apply`, `evaluate`, `train`, `extract`; all that imports typer and rich."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 import warnings
 from typing import Annotated, Any, TextIO
@@ -15,6 +16,7 @@ from poise.cli import commands, demo
 from poise.cli.compare import compare, known
 from poise.cli.options import DEBUG
 from poise.cli.screen import Screen
+from poise.cli.training import extract, train
 
 
 class _Sentences(TyperGroup):
@@ -68,9 +70,13 @@ app.command("fit", epilog="Example: poise fit val.npz -o calibrator.safetensors"
 app.command("apply", epilog="Example: poise apply calibrator.safetensors test.npz -o probs.npz")(commands.apply)
 app.command("evaluate", epilog="Example: poise evaluate probs.npz --plot reliability.png")(commands.evaluate)
 app.command("compare", epilog=f"{known()}\n\nExample: poise compare --val val.npz --test test.npz")(compare)
+app.command("train", epilog="Example: poise train --data cifar10 --loss flsd53 -o run --recipe short")(train)
+app.command("extract", epilog="Example: poise extract run -o scores")(extract)
 
 
 def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full; no file is left half-written: make room and try again (train --resume)."
     if isinstance(error, OSError) and error.strerror:
         place = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{place}; check the path and your rights to it."
