@@ -20,6 +20,8 @@ from poise.calibrators import (
 )
 from poise.io import Scores, load, read_scores, save, write_scores
 from poise.link import Link
+from poise.local import consistency, local_uncertainty
+from poise.model import CalibratedModel, split
 from poise.neighbors import Additive, Augmented
 from poise.search import BoundWarning
 
@@ -29,6 +31,7 @@ __all__ = [
     "Additive",
     "Augmented",
     "BoundWarning",
+    "CalibratedModel",
     "ClasswiseTemperatureScaling",
     "ConsistencyCalibration",
     "DirichletCalibration",
@@ -42,9 +45,11 @@ __all__ = [
     "StructuredVectorScaling",
     "TemperatureScaling",
     "VectorScaling",
+    "consistency",
     "io",
     "link",
     "load",
+    "local_uncertainty",
     "metrics",
     "neighbors",
     "noise",
@@ -53,5 +58,6 @@ __all__ = [
     "readout",
     "sampling",
     "save",
+    "split",
     "write_scores",
 ]
