@@ -288,8 +288,8 @@ def features_part(data: Path, report: Report, arguments: argparse.Namespace) -> 
         squared = error[common].square().mean()
         print(
             f"256 rows, T = 100, {len(strengths)} strength(s): {seconds[0]:.1f} s at the features, {seconds[1]:.2f} s "
-            f"at the logits, ratio {seconds[0] / seconds[1]:.1f}; mean squared difference {squared:.3f} in units of its "
-            f"standard error squared, {int(common.sum())} shares"
+            f"at the logits, ratio {seconds[0] / seconds[1]:.1f}; mean squared difference {squared:.3f} in units of "
+            f"its standard error squared, {int(common.sum())} shares"
         )
 
 
