@@ -1,9 +1,10 @@
 """Consistency in the image, in every layer, in the features and at the logits, on real networks: error bars and cost.
 
 Run it as ``python benchmarks/anywhere.py DATA [PART ...]``. DATA holds `models`, `cifar10` and `logits`; the parts are
-`images` (every level of a ResNet-56 on CIFAR-10, with --images of the test images), `cheap` (its upper levels on all of
-them), `features` (a linear head of 1000 classes, in logit and in feature space) and `augmented` (real augmentations).
-Half of the rows choose a strength, the other half is scored.
+`images` (every level of a ResNet-56 on CIFAR-10, with --images of the test images), `weak` (train-time augmentation
+alone, which needs no labels, on as many), `cheap` (the upper levels on all of them), `features` (a linear head of 1000
+classes, in logit and in feature space) and `augmented` (real augmentations). But for `weak` and `augmented`, half of
+the rows choose a strength and the other half is scored.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import poise
 from poise import metrics
-from poise.neighbors import Additive, ThroughLinear, moderate, strong
+from poise.neighbors import Additive, ThroughLinear, moderate, strong, weak
 from poise.noise import Gaussian
 from poise.progress import Bar
 from poise.readout import vote
@@ -227,6 +228,33 @@ def images_part(data: Path, report: Report, arguments: argparse.Namespace) -> No
         levels.layer(name, arguments.draws, LAYER_STRENGTHS)
 
 
+def weak_part(data: Path, report: Report, arguments: argparse.Namespace) -> None:
+    """Nothing is fitted, so that every image is scored, with and without."""
+    images, labels = cifar10(data / "cifar10", arguments.images)
+    model = resnet56(data, arguments.device)
+    plain = torch.softmax(passed(model, images, arguments.device), 1)
+    head = poise.model.Network(model)
+    start = time.perf_counter()
+    probs = estimate(
+        images, neighbors=weak(), strength=1.0, head=head, num_samples=arguments.draws, progress=Bar(), seed=1
+    )
+    ms = 1000 * (time.perf_counter() - start) / len(images)
+    report.head(
+        f"Train-time augmentation alone, without labels: {len(labels)} CIFAR-10 test images, all of them scored"
+    )
+    report.row("uncalibrated", plain, labels)
+    report.row(f"image, weak(), T = {arguments.draws}", probs, labels, ms=ms)
+    difference("weak()", probs, plain, labels)
+
+
+def difference(name: str, probs: Tensor, plain: Tensor, labels: Tensor) -> None:
+    found = metrics.paired_difference(metrics.ece, probs, plain, labels)
+    print(
+        f"ECE of {name} less the uncalibrated one: {100 * found.value:.2f} "
+        f"({100 * found.low:.2f} – {100 * found.high:.2f}), p = {found.p_value:.3f}"
+    )
+
+
 def cheap_part(data: Path, report: Report, arguments: argparse.Namespace) -> None:
     images, labels = cifar10(data / "cifar10", 10_000)
     levels = Levels(resnet56(data, arguments.device), images, labels, arguments.device, report)
@@ -310,15 +338,17 @@ def augmented_part(data: Path, report: Report, arguments: argparse.Namespace) ->
     report.row("temperature scaling", calibrator.predict_proba(test["logits"]), labels, calibrator.temperature_)
     calibrator = poise.ConsistencyCalibration().fit(val["logits"], val["labels"])
     report.row("`ConsistencyCalibration()`, exact", calibrator.predict_proba(test["logits"]), labels)
-    for name, probs in (("consistency of 8", votes), ("mean of 8", mean / mean.sum(1, keepdim=True))):
-        found = metrics.paired_difference(metrics.ece, probs, plain, labels)
-        print(
-            f"ECE of the {name} less the plain one: {100 * found.value:.2f} "
-            f"({100 * found.low:.2f} – {100 * found.high:.2f}), p = {found.p_value:.3f}"
-        )
+    difference("the consistency of 8", votes, plain, labels)
+    difference("the mean of 8", mean / mean.sum(1, keepdim=True), plain, labels)
 
 
-PARTS = {"images": images_part, "cheap": cheap_part, "features": features_part, "augmented": augmented_part}
+PARTS = {
+    "images": images_part,
+    "weak": weak_part,
+    "cheap": cheap_part,
+    "features": features_part,
+    "augmented": augmented_part,
+}
 
 
 def main() -> None:

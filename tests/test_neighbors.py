@@ -235,6 +235,8 @@ def test_both_find_the_same_strength():
 def test_a_head_must_be_a_matrix():
     with pytest.raises(ValueError, match=r"the \(k, d\) tensor of a linear head, but shape \(3,\) came"):
         ThroughLinear(torch.ones(3))
+    with pytest.raises(ValueError, match=r"\(n, 3\) logits, but inputs of shape \(\d+, 8\) came"):
+        estimate(torch.ones(5, 8), neighbors=ThroughLinear(torch.ones(3, 8)), strength=1.0)
 
 
 # Any transform

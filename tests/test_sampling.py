@@ -271,9 +271,12 @@ def test_the_batch_size_changes_no_draw(num_rows, batch_size):
 def test_few_rows_fill_a_batch_with_draws():
     sizes = []
     images = logits(1, 3 * 32 * 32)
-    estimate(
-        images, neighbors=GAUSSIAN, strength=1.0, head=lambda x: (sizes.append(len(x)), x[:, :4])[1], num_samples=99
-    )
+
+    def head(x):
+        sizes.append(len(x))
+        return x[:, :4]
+
+    estimate(images, neighbors=GAUSSIAN, strength=1.0, head=head, num_samples=99)
     assert max(sizes) == 64
 
 

@@ -78,6 +78,11 @@ class ThroughLinear(Neighbors):
         return root
 
     def draw(self, inputs: Logits, num_samples: int, generator: torch.Generator) -> Tensor:
+        if inputs.ndim != 2 or inputs.shape[1] != len(self.weight):
+            raise ValueError(
+                f"noise behind a head of {len(self.weight)} classes is added to its (n, {len(self.weight)}) logits, but "
+                f"inputs of shape {tuple(inputs.shape)} came; pass logits, and no head."
+            )
         root = self.root.to(inputs)
         shape = (num_samples, len(inputs), len(root))
         return Gaussian().sample(shape, generator=generator, dtype=inputs.dtype, device=inputs.device) @ root
