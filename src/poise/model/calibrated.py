@@ -32,11 +32,13 @@ class CalibratedModel(nn.Module):
     may perturb elsewhere than at the logits: at="inputs", or at="layer4", any layer's name. What was learned is part of
     the `state_dict`. At the logits, `torch.export` takes it with any exact method, unless the noise is uniform.
 
-    >>> network = torch.nn.Linear(4, 3)
-    >>> batches = [(torch.randn(50, 4), torch.randint(3, (50,))) for _ in range(4)]
-    >>> calibrated = CalibratedModel(network).fit(batches)
-    >>> calibrated(torch.randn(5, 4)).sum(1)
-    tensor([1.0000, 1.0000, 1.0000, 1.0000, 1.0000], grad_fn=...)
+    >>> _ = torch.manual_seed(0)
+    >>> network, x = torch.nn.Linear(4, 3), torch.randn(200, 4)
+    >>> labels = (network(x) + torch.randn(200, 3)).argmax(1)
+    >>> calibrated = CalibratedModel(network).fit(zip(x.split(50), labels.split(50)))
+    >>> probs = calibrated(torch.randn(5, 4))
+    >>> probs.shape, bool(torch.allclose(probs.sum(1), torch.ones(5)))
+    (torch.Size([5, 3]), True)
 
     Args:
         calibrator: any of poise's, fitted or not; `ConsistencyCalibration()` where it is left out.

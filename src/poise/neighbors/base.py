@@ -80,7 +80,7 @@ class ThroughLinear(Neighbors):
     def draw(self, inputs: Logits, num_samples: int, generator: torch.Generator) -> Tensor:
         if inputs.ndim != 2 or inputs.shape[1] != len(self.weight):
             raise ValueError(
-                f"noise behind a head of {len(self.weight)} classes is added to its (n, {len(self.weight)}) logits, but "
+                f"noise behind a head of {len(self.weight)} classes is added to (n, {len(self.weight)}) logits, but "
                 f"inputs of shape {tuple(inputs.shape)} came; pass logits, and no head."
             )
         root = self.root.to(inputs)
