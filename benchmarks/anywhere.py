@@ -3,8 +3,8 @@
 Run it as ``python benchmarks/anywhere.py DATA [PART ...]``. DATA holds `models`, `cifar10` and `logits`; the parts are
 `images` (every level of a ResNet-56 on CIFAR-10, with --images of the test images), `weak` (train-time augmentation
 alone, which needs no labels, on as many), `cheap` (the upper levels on all of them), `features` (a linear head of 1000
-classes, in logit and in feature space) and `augmented` (real augmentations). But for `weak` and `augmented`, half of
-the rows choose a strength and the other half is scored.
+classes, in logit and in feature space), `augmented` (real augmentations) and `local` (sure answers, wrong ones
+and right ones apart). But for `weak` and `augmented`, half of the rows choose a strength and the other half is scored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import poise
-from poise import metrics
+from poise import metrics, plots
 from poise.neighbors import Additive, ThroughLinear, moderate, strong, weak
 from poise.noise import Gaussian
 from poise.progress import Bar
@@ -34,6 +34,7 @@ from poise.sampling import estimate, estimate_each
 from poise.zoo import load_weights, network
 
 KEPT_ACCURACY = 0.95
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 JITTERS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 LAYER_STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0)
 """Times the standard deviation of the activations."""
@@ -342,12 +343,49 @@ def augmented_part(data: Path, report: Report, arguments: argparse.Namespace) ->
     difference("the mean of 8", mean / mean.sum(1, keepdim=True), plain, labels)
 
 
+def local_part(data: Path, report: Report, arguments: argparse.Namespace) -> None:
+    """Answers surer than .99, wrong and right ones apart, and the wrong one nearest to the paper's .997."""
+    images, labels = cifar10(data / "cifar10", arguments.images)
+    model = resnet56(data, arguments.device)
+    logits = passed(model, images, arguments.device)
+    fit, rest = slice(None, None, 2), slice(1, None, 2)
+    ts = poise.TemperatureScaling().fit(logits[fit], labels[fit])
+    cc = poise.SampledConsistency().fit(logits[fit], labels[fit])
+    images, labels, logits = images[rest], labels[rest], logits[rest]
+    sure, said = torch.softmax(logits, 1).max(1)
+    wrong = ((said != labels) & (sure > 0.99)).nonzero()[:, 0]
+    wrong = wrong[(sure[wrong] - 0.997).abs().argsort()]
+    rows = torch.cat([wrong, ((said == labels) & (sure > 0.99)).nonzero()[: max(100, len(wrong)), 0]])
+    answers = {
+        "softmax": torch.softmax(logits[rows], 1),
+        "temperature scaling": ts.predict_proba(logits[rows]),
+        "CC (logits)": cc.predict_proba(logits[rows]),
+    }
+    for name, neighbors in (("CC (train aug)", weak()), ("CC (train aug + jitter 0.1)", moderate(0.1))):
+        answers[name] = poise.local_uncertainty(model, images[rows], neighbors, 100).consistency
+    at = slice(len(wrong)), slice(len(wrong), None)
+    print(
+        f"\n| mean confidence | {len(wrong)} wrong | {len(rows) - len(wrong)} right | wrong below .9 | right below .9 |"
+    )
+    print("|---|---|---|---|---|")
+    for name, probs in answers.items():
+        confidence = probs.gather(1, said[rows, None])[:, 0]
+        means = [f"{float(confidence[one].mean()):.3f}" for one in at]
+        shares = [f"{100 * float((confidence[one] < 0.9).double().mean()):.0f} %" for one in at]
+        print(f"| {name} | {' | '.join(means + shares)} |")
+    if arguments.picture:
+        first = {name: probs[0] for name, probs in answers.items()}
+        figure = plots.single_prediction(first, classes=CLASSES, label=int(labels[wrong[0]]))
+        plots.save(figure, arguments.picture, dpi=110)
+
+
 PARTS = {
     "images": images_part,
     "weak": weak_part,
     "cheap": cheap_part,
     "features": features_part,
     "augmented": augmented_part,
+    "local": local_part,
 }
 
 
@@ -360,6 +398,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--picture", metavar="FILE", help="what `local` draws of the first image")
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")

@@ -351,6 +351,18 @@ def test_perturbed_elsewhere(net, images, at):
     assert torch.equal(other(images), calibrated(images))
 
 
+def test_the_state_does_not_say_where_parts_were_kept(net, images, tmp_path):
+    store = poise.io.Folder(tmp_path / "parts")
+    sampled = poise.SampledConsistency(num_samples=20, strengths=[1.0], store=store)
+    calibrated = CalibratedModel(net, sampled, at="fc").fit(batches(net))
+    assert len(store) > 1
+    other = CalibratedModel(net, poise.SampledConsistency(), at="fc")
+    other.load_state_dict(calibrated.state_dict())
+    assert other.calibrator.store is None
+    assert calibrated.calibrator.store is store
+    assert torch.equal(other(images), calibrated(images))
+
+
 def test_models_as_hugging_face_makes_them():
     """Keywords in, an object with `.logits` out, batches as mappings."""
     torch.manual_seed(0)

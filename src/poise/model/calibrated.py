@@ -149,7 +149,9 @@ class CalibratedModel(nn.Module):
         positional = () if inputs is None else (_moved(inputs, device),)
         named = {name: _moved(one, device) for name, one in named.items()}
         if self._parts is not None:
-            return self._parts[0](*positional, **named), None
+            # Votes have no gradient.
+            with torch.no_grad():
+                return self._parts[0](*positional, **named), None
         found: list[Tensor] = []
 
         def keep(module: nn.Module, given: Any, output: Any) -> None:
@@ -191,7 +193,9 @@ class CalibratedModel(nn.Module):
             return torch.zeros(0, dtype=torch.uint8)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "calibrator.safetensors"
-            io.save(self.calibrator, file)
+            # Where parts are kept is of this machine.
+            kept = copy.copy(self.calibrator)
+            io.save(kept.set_params(store=None) if isinstance(kept, SampledConsistency) else kept, file)
             return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
