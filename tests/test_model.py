@@ -351,6 +351,27 @@ def test_perturbed_elsewhere(net, images, at):
     assert torch.equal(other(images), calibrated(images))
 
 
+def test_a_moved_network_takes_its_parts_along():
+    """A buffer of its own is another tensor after the network has moved, here to another precision."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 5)
+            self.register_buffer("shift", torch.ones(4))
+
+        def forward(self, x):
+            return self.last(self.first(x) + self.shift)
+
+    torch.manual_seed(0)
+    model, x = Shifted(), torch.randn(60, 6)
+    sampled = poise.SampledConsistency(num_samples=20, strengths=[0.5])
+    calibrated = CalibratedModel(model, sampled, at="first").fit([(x, answered(model, x))])
+    moved = calibrated.double()(x.double())
+    assert moved.dtype == torch.float64
+    assert moved.shape == (60, 5)
+
+
 def test_the_state_does_not_say_where_parts_were_kept(net, images, tmp_path):
     store = poise.io.Folder(tmp_path / "parts")
     sampled = poise.SampledConsistency(num_samples=20, strengths=[1.0], store=store)

@@ -90,26 +90,20 @@ def estimate_each(
     total = len(inputs) * num_samples * len(strengths)
     done, parts = 0, []
     rows = work.tile_rows(inputs)
-    name = None if store is None else work.fingerprint(inputs[:rows])
+    fingerprint = None if store is None else work.fingerprint(inputs[:rows])
     for row_tile, start in enumerate(range(0, len(inputs), rows)):
         tile = inputs[start : start + rows]
-        key = None if name is None else _digest(name, str(row_tile), tile)
-        part = None if key is None or store is None else store.get(key)
-        if part is None:
-            sums: Tensor | float = 0.0
-            for some, num_draws in work.votes(tile, row_tile):
-                sums = sums + some
-                done += len(tile) * num_draws * len(strengths)
-                if progress is not None:
-                    progress(done, total)
-            part = torch.as_tensor(sums) / num_samples
-            if key is not None and store is not None:
-                store[key] = part.cpu()
-        else:
-            done += len(tile) * num_samples * len(strengths)
+        key = "" if fingerprint is None else _digest(f"{fingerprint} {row_tile}", tile)
+        kept = None if store is None else store.get(key)
+        sums = torch.zeros((), dtype=counted)
+        for some, num_draws in work.votes(tile, row_tile) if kept is None else [(kept, num_samples)]:
+            sums = sums.to(some.device) + some
+            done += len(tile) * num_draws * len(strengths)
             if progress is not None:
                 progress(done, total)
-        parts.append(part.to(inputs.device))
+        if store is not None and kept is None:
+            store[key] = sums.cpu()
+        parts.append(sums.to(inputs.device) / num_samples)
     return torch.cat(parts, dim=1)
 
 
@@ -141,7 +135,7 @@ class _Work:
         z = next(self._draws(on_device, 0))[:1]
         first = [self._logits(on_device, z, strength) for strength in self.strengths]
         settings = (self.readout.__qualname__, self.num_samples, self.seed, tuple(self.strengths))
-        return _digest(repr(settings), "", torch.cat(first))
+        return _digest(repr(settings), torch.cat(first))
 
     def _draws(self, tile: Inputs, row_tile: int) -> Iterator[Tensor]:
         """All draws of one tile, as many at a time as fill a batch of the head."""
@@ -198,6 +192,6 @@ def _generator(device: torch.device, *key: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
 
 
-def _digest(name: str, part: str, values: Tensor) -> str:
+def _digest(name: str, values: Tensor) -> str:
     content = values.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
-    return hashlib.blake2b(f"{name} {part} {values.dtype}".encode() + content.tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{name} {values.dtype} ".encode() + content.tobytes(), digest_size=16).hexdigest()

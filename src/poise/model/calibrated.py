@@ -108,7 +108,9 @@ class CalibratedModel(nn.Module):
         with torch.no_grad():
             for number, batch in enumerate(loader, start=1):
                 inputs, named, truth = _batch(batch)
-                tables.append(self._table(inputs, named))
+                table, own = self._table(inputs, named)
+                # Logits are small; images and activations go back to the device a tile at a time.
+                tables.append((table if self._parts is None else table.cpu(), own))
                 labels.append(_arrays.to_tensor(truth).cpu())
                 if progress is not None:
                     progress(number, max(number, total))
@@ -135,6 +137,12 @@ class CalibratedModel(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Stays in eval mode: what was calibrated is the network as it answers then."""
         return super().train(False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Buffers are replaced when a module moves, and the parts would keep the old ones.
+        object.__setattr__(self, "_parts", self._cut(self.calibrator))
+        return self
 
     def _answer(self, method: str, inputs: Any, named: Mapping[str, Any]) -> Tensor:
         check_is_fitted(self.calibrator, msg="this CalibratedModel has not learned yet; call fit(val_loader) first.")
