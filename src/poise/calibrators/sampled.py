@@ -30,7 +30,7 @@ class SampledConsistency(Calibrator):
     where x is a logit already; `poise.split` gives it for any layer), `readout` is "vote" or "soft", and ε is chosen on
     validation data by `criterion`, on common random numbers, among those that keep 95 % of the accuracy (where votes
     are mere guesses, confidence and accuracy agree at 1/k). Of several `neighbors` the better kind is kept, the last of
-    equal ones. Neighbours without a strength, such as ``weak()``, leave nothing to choose: then ε is 1 and unused.
+    equal ones. Neighbours without a strength, such as ``weak()``, leave nothing to choose: the fit draws nothing.
 
     Ties of the votes may change a prediction, and a class rarer than about 1/T gets probability zero: the exact
     ``ConsistencyCalibration`` has neither flaw at the logits. Costs T passes of `head` per strength tried, some 84 of
@@ -84,6 +84,10 @@ class SampledConsistency(Calibrator):
             _check.whole(self.batch_size, "batch_size")
         strengths = None if self.strengths is None else [_check.nonnegative(one, "strengths") for one in self.strengths]
         kinds = _check.one_or_more(self.neighbors, Neighbors, "neighbors", "Additive(Gaussian())")
+        if len(kinds) == 1 and not kinds[0].has_strength:
+            self.neighbors_, self.strength_ = kinds[0], 1.0
+            self.candidates_ = ({"neighbors": kinds[0], "strength": 1.0},)
+            return
         counted = logits if weight is None else logits[weight > 0]
         scale = search.margin_scale(logits, weight) / 4 if self.head is None else float(counted.double().std()) or 1.0
         unperturbed = self._estimates(logits, Additive(Gaussian()), [0.0], self.seed, num_samples=1)[0]
