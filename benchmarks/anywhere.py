@@ -298,7 +298,15 @@ def features_part(data: Path, report: Report, arguments: argparse.Namespace) -> 
         f"\nPeak memory of the process: {peak:.0f} MB; the draws of one strength would be "
         f"{2500 * 100 * 1280 * 4 / 2**20:.0f} MB of features."
     )
-    head, features = nn.Linear(1280, 1000), test["features"][:256].float()
+    compared("K = 1000, D = 1280", test["features"][:256].float(), weight, bias, strength)
+    with np.load(data / "logits" / "cifar10-resnet56-ce.test.npz") as arrays:
+        small = {name: torch.from_numpy(arrays[name]).float() for name in ("features", "head_weight", "head_bias")}
+    compared("K = 10, D = 64", small["features"], small["head_weight"], small["head_bias"], 1.0)
+
+
+def compared(name: str, features: Tensor, weight: Tensor, bias: Tensor, strength: float) -> None:
+    """Noise before a linear head and behind it: the same law, and the cost of both."""
+    head = nn.Linear(*weight.T.shape)
     head.weight.data, head.bias.data = weight, bias
     for strengths in ([strength], [strength * 2.0 ** (i / 4 - 4) for i in range(33)]):
         found, seconds = [], []
@@ -312,13 +320,14 @@ def features_part(data: Path, report: Report, arguments: argparse.Namespace) -> 
             )
             seconds.append(time.perf_counter() - start)
         a, b = found
-        error = (a - b) / torch.sqrt((a + b).clamp(min=1e-9) / 2 * (1 - (a + b) / 2) * 2 / 100).clamp(min=1e-9)
-        common = (a + b) / 2 * (1 - (a + b) / 2) > 0.05
-        squared = error[common].square().mean()
+        mean = (a + b) / 2
+        common = mean * (1 - mean) > 0.05
+        squared = ((a - b) ** 2 / (2 * mean * (1 - mean) / 100))[common].mean()
         print(
-            f"256 rows, T = 100, {len(strengths)} strength(s): {seconds[0]:.1f} s at the features, {seconds[1]:.2f} s "
-            f"at the logits, ratio {seconds[0] / seconds[1]:.1f}; mean squared difference {squared:.3f} in units of "
-            f"its standard error squared, {int(common.sum())} shares"
+            f"{name}, {len(features)} rows, T = 100, {len(strengths)} strength(s): {seconds[0]:.2f} s at the features, "
+            f"{seconds[1]:.2f} s at the logits, ratio {seconds[0] / seconds[1]:.1f}; mean squared difference "
+            f"{squared:.3f} in units of its standard error squared, {int(common.sum())} shares",
+            flush=True,
         )
 
 

@@ -54,7 +54,7 @@ def test_the_truth_is_bayes_rule():
 
 
 def test_what_comes_out(found):
-    """Perturbed data come nearest; a neighbourhood too small is noise, and one too large is no neighbourhood."""
+    """Of few points perturbed data tell most; a neighbourhood too small is noise, and one too large is none."""
     assert found.perturbed.best[1] < found.nearest.best[1]
     assert found.perturbed.best[1] < found.window.best[1]
     for curve in (found.window, found.nearest, found.perturbed):

@@ -22,6 +22,9 @@ from poise.sampling import Store, device_of, estimate_each
 _ACCURACY_KEPT = 0.95
 """Of a strength that may win: where votes are mere guesses, confidence and accuracy agree at 1/k."""
 
+_HELD_NUMBERS = 2**25
+"""Probabilities of several strengths that a search holds at once: the draws they share are worth a little memory."""
+
 
 class SampledConsistency(Calibrator):
     """The paper's method: the share of T random neighbours that vote for each class, at any level of the network.
@@ -92,27 +95,29 @@ class SampledConsistency(Calibrator):
         scale = search.margin_scale(logits, weight) / 4 if self.head is None else float(counted.double().std()) or 1.0
         unperturbed = self._estimates(logits, Additive(Gaussian()), [0.0], self.seed, num_samples=1)[0]
         least = _ACCURACY_KEPT * metrics.accuracy(unperturbed, labels, sample_weight=weight)
+        at_once = max(1, _HELD_NUMBERS // unperturbed.numel())
 
         def candidate(neighbors: Neighbors) -> dict[str, Any]:
-            def objective(strengths: Sequence[float]) -> list[float]:
-                each = self._estimates(logits, neighbors, strengths, self.seed)
-                right = [metrics.accuracy(probs, labels, sample_weight=weight) for probs in each]
-                values = [criterion_value(self.criterion, probs, labels, weight) for probs in each]
-                return [value if kept >= least else math.inf for value, kept in zip(values, right, strict=True)]
+            def value(probs: Probs) -> float:
+                kept = metrics.accuracy(probs, labels, sample_weight=weight) >= least
+                return criterion_value(self.criterion, probs, labels, weight) if kept else math.inf
 
-            if not neighbors.has_strength:
-                (probs,) = self._estimates(logits, neighbors, [1.0], self.seed)
-                value = criterion_value(self.criterion, probs, labels, weight)
-                return {"neighbors": neighbors, "strength": 1.0, self.criterion: value}
-            strength, value = (
-                _best(objective, strengths) if strengths else search.minimize(objective, scale, smooth=False)
+            def objective(strengths: Sequence[float]) -> list[float]:
+                groups = [strengths[first : first + at_once] for first in range(0, len(strengths), at_once)]
+                return [
+                    value(probs) for some in groups for probs in self._estimates(logits, neighbors, some, self.seed)
+                ]
+
+            given = strengths if neighbors.has_strength else [1.0]
+            strength, least_value = (
+                _best(objective, given) if given else search.minimize(objective, scale, smooth=False)
             )
             # The smallest of many noisy values is too small: fresh draws tell what the strength is worth.
             fresh = self._estimates(logits, neighbors, [strength], self.seed + 1)[0]
             return {
                 "neighbors": neighbors,
                 "strength": strength,
-                self.criterion: value,
+                self.criterion: least_value,
                 "on_fresh_draws": criterion_value(self.criterion, fresh, labels, weight),
             }
 
