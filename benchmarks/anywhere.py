@@ -38,6 +38,8 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 JITTERS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 LAYER_STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0)
 """Times the standard deviation of the activations."""
+TOP_STRENGTHS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0)
+"""The same above layer3, whose activations are averaged over 64 places before they count."""
 FIGURES = {"ECE": metrics.ece, "AdaECE": metrics.adaptive_ece, "NLL": metrics.nll, "accuracy": metrics.accuracy}
 
 
@@ -262,8 +264,9 @@ def cheap_part(data: Path, report: Report, arguments: argparse.Namespace) -> Non
     report.head("The upper levels: all 10000 CIFAR-10 test images, half of them scored")
     levels.baselines()
     for draws in (arguments.draws, 100):
-        for name in ("logits", "pool", "layer3"):
-            levels.layer(name, draws, None)
+        levels.layer("logits", draws, None)
+        levels.layer("pool", draws, None)
+        levels.layer("layer3", draws, TOP_STRENGTHS)
 
 
 def features_part(data: Path, report: Report, arguments: argparse.Namespace) -> None:

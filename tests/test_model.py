@@ -190,6 +190,25 @@ def test_a_rerun_gives_what_a_cut_gives(net, images, monkeypatch):
     assert (cut.amax(1) < 1).any()
 
 
+def test_arguments_that_are_left_out():
+    """A network that asks for a mask is cut as it runs without one."""
+
+    class Masked(Net):
+        def forward(self, images, mask=None, scale=2.0, *, extra=None):
+            x = images * scale
+            if mask is not None:
+                x = x * mask
+            x = self.stem(x)
+            return super().forward(x[:, :3]) if extra is None else x
+
+    torch.manual_seed(0)
+    model, x = Masked(), torch.rand(4, 3, 8, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        body, head = split(model, "layer1")
+    torch.testing.assert_close(head(body(x)), in_eval(model, x), rtol=0, atol=0)
+
+
 def test_a_layer_that_gives_a_tuple():
     torch.manual_seed(0)
     model, x = Tupled(), torch.randn(4, 6)

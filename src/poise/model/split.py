@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import warnings
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def _cut(model: nn.Module, layer: str) -> Split | str:
     try:
         # In eval mode, for what a functional dropout is told is written into the graph.
         with evaluating(model):
-            graph = _Tracer(layer).trace(model)
+            graph = _Tracer(layer).trace(model, _left_out(model))
     # Whatever a network does that cannot be followed symbolically ends in an error of its own kind.
     except Exception as error:
         return f"torch.fx cannot follow it ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
@@ -98,6 +99,12 @@ def _cut(model: nn.Module, layer: str) -> Split | str:
             above.add(node)
             pending += node.all_input_nodes
     return Split(_Body(_below(model, graph, place)), Network(_above(model, graph, place, above)))
+
+
+def _left_out(model: nn.Module) -> dict[str, Any]:
+    """Arguments that are not given: a network that asks whether one is None must be told so."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
 def _below(model: nn.Module, graph: fx.Graph, place: fx.Node) -> fx.GraphModule:
