@@ -88,7 +88,7 @@ def estimate_each(
         return logits.new_zeros(len(strengths), 0, logits.shape[1], dtype=counted)
     work = _Work(neighbors, strengths, head, readout, num_samples, seed, batch_size, counted)
     total = len(inputs) * num_samples * len(strengths)
-    done, parts = 0, []
+    done, result = 0, torch.empty(0)
     rows = work.tile_rows(inputs)
     fingerprint = None if store is None else work.fingerprint(inputs[:rows])
     for row_tile, start in enumerate(range(0, len(inputs), rows)):
@@ -103,8 +103,10 @@ def estimate_each(
                 progress(done, total)
         if store is not None and kept is None:
             store[key] = sums.cpu()
-        parts.append(sums.to(inputs.device) / num_samples)
-    return torch.cat(parts, dim=1)
+        if start == 0:
+            result = sums.new_empty((len(strengths), len(inputs), sums.shape[2]), device=inputs.device)
+        result[:, start : start + rows] = sums / num_samples
+    return result
 
 
 @dataclass(frozen=True)
