@@ -145,7 +145,15 @@ def test_exact_equals_random_draws(noise):
 
 
 def assert_ordered(noise, logits: torch.Tensor) -> None:
-    log_prob = Link(noise).log_prob(logits)
+    """In what is given out, and in the differentiable form."""
+    value = Link(noise).log_prob(logits)
+    differentiable = Link(noise).log_prob(logits.clone().requires_grad_()).detach()
+    equal(value.exp(), differentiable.exp(), 1e-6)
+    for log_prob in (value, differentiable):
+        assert_rows_ordered(log_prob, logits)
+
+
+def assert_rows_ordered(log_prob: torch.Tensor, logits: torch.Tensor) -> None:
     values, order = logits.sort(dim=1)
     ranked = log_prob.gather(1, order)
     assert not log_prob.isnan().any()
@@ -154,7 +162,6 @@ def assert_ordered(noise, logits: torch.Tensor) -> None:
     assert (ranked[:, 1:] == ranked[:, :-1])[tied].all(), "equal logits are told apart"
     unique = (log_prob == log_prob.amax(1, keepdim=True)).sum(1) == 1
     assert torch.equal(log_prob.argmax(1)[unique], logits.argmax(1)[unique])
-    assert torch.equal(log_prob, Link(noise).log_prob(logits.clone().requires_grad_()).detach())
 
 
 @by_noise
@@ -394,6 +401,25 @@ def test_tables_agree_with_panels(noise):
         equal(by_table[seen], by_panel[seen], 1e-4)
 
 
+@by_noise
+@by_dtype
+def test_without_numba_nothing_is_lost_but_time(noise, dtype, monkeypatch):
+    link = Link(noise)
+    for k, spread in ((2, 4.0), (12, 0.01), (12, 2.0), (300, 0.5)):
+        s, labels = scores(15, k, seed=k, spread=spread, dtype=dtype), torch.arange(15) % k
+        monkeypatch.setattr(poise.link, "_has_numba", lambda: True)
+        compiled = [link.log_prob(s), link.log_prob_of(s, labels)]
+        monkeypatch.setattr(poise.link, "_has_numba", lambda: False)
+        readable = [link.log_prob(s), link.log_prob_of(s, labels)]
+        for one, other in zip(compiled, readable, strict=True):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            equal(one.exp(), other.exp(), 1e-6)
+            # Of uniform's crowds the readable form keeps fewer digits.
+            crowd = reference.is_bounded(noise) and k > 64
+            seen = other > (math.log(1e-12) if crowd else -60)
+            equal(one[seen], other[seen], 1e-2 if crowd else 1e-3)
+
+
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
@@ -462,14 +488,17 @@ def differences(function, s: torch.Tensor, step: float = 1e-4) -> torch.Tensor:
 
 @pytest.mark.parametrize("noise", POSITIVE, ids=str)
 @pytest.mark.parametrize("k", range(4))
-def test_slopes_are_those_of_the_values_near_and_far(noise, k):
+@pytest.mark.parametrize("has_numba", [True, False], ids=["compiled", "readable"])
+def test_slopes_are_those_of_the_values_near_and_far(noise, k, has_numba, monkeypatch):
     """Of what is given out and, to three digits, of what fits use; beyond the tables as within them."""
+    monkeypatch.setattr(poise.link, "_has_numba", lambda: has_numba)
     s, labels, link = torch.tensor(FAR, dtype=f64), torch.full((4,), k), Link(noise)
     close = {"rtol": 1e-2, "atol": 2e-3}
     scores = s.clone().requires_grad_()
     exact = link.log_prob_of(scores, labels)
     (exact_slope,) = torch.autograd.grad(exact.sum(), scores)
-    torch.testing.assert_close(exact_slope, differences(lambda z: link.log_prob_of(z, labels), s), **close)
+    differentiable = differences(lambda z: link.log_prob_of(z.requires_grad_(), labels).detach(), s)
+    torch.testing.assert_close(exact_slope, differentiable, **close)
     log_prob, slope = link.log_prob_and_slope(s, labels)
     torch.testing.assert_close(slope, differences(lambda z: link.log_prob_and_slope(z, labels)[0], s), **close)
     tabulated = exact.detach() > -55

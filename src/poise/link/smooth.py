@@ -72,7 +72,7 @@ def tables(noise: Noise, grade: Grade = EXACT) -> Tables:
     """Nodes spaced by the integrand's local width, gaps spaced by asinh; float64, on the CPU."""
     widest = widest_gap(noise, grade.faintest)
     nodes, weights = nodes_and_weights(noise, grade.faintest, grade.node_step)
-    step = 1 / (grade.gaps_per_unit * max(1.0, _sharpness(noise) / 2))
+    step = 1 / (grade.gaps_per_unit * max(1.0, sharpness(noise) / 2))
     # One gap below zero and two above the widest complete the first and the last cubic.
     x = step * torch.arange(-1, math.ceil(math.asinh(widest) / step) + 3, dtype=torch.float64)
     t = torch.sinh(x)[:, None] + nodes
@@ -108,26 +108,34 @@ def log_prob_and_slope(gaps: Tensor, noise: Noise, label: Tensor, grade: Grade) 
     table = tables(noise, grade)
     hazard, node_weight = table.hazard.to(gaps.device), table.weights.to(gaps.device)
     largest = _largest(gaps, table)
-    with torch.enable_grad():
-        of_label = gaps.gather(1, label[:, None]).requires_grad_()
-        near, far = split(of_label, gaps, noise, table.widest)
-        (steepness,) = torch.autograd.grad(far.sum(), of_label)
-    place, weight = _cubic(near.detach(), table)
+    of_label = gaps.gather(1, label[:, None])
+    place, weight = _cubic(of_label, table)
     tiny = torch.finfo(gaps.dtype).tiny
     # (n, 4, nodes): the label's hazard at the four tabulated gaps around its own.
     columns = hazard.T[place[:, 0]] * largest[:, None, :]
     curve = columns.sum(-1) + tiny
-    log_prob = (torch.log(curve) * weight[:, 0]).sum(-1) + far.detach()[:, 0]
+    log_prob = (torch.log(curve) * weight[:, 0]).sum(-1) + tail_beyond(of_label, noise, table.widest)[:, 0]
     density = ((weight[:, 0] / curve)[..., None] * columns).sum(1)
     pull = (density / node_weight) @ hazard
     place, weight = _cubic(gaps, table)
-    slope = -(pull.gather(1, place.flatten(1)).view_as(weight) * weight).sum(-1)
-    slope.scatter_(1, label[:, None], 0)
-    # Only differences matter; beyond the tables the widest gap moves with the top, and the tail with both.
-    top, own = gaps.argmin(1, keepdim=True), label[:, None]
-    slope.scatter_add_(1, torch.where(of_label > table.widest, top, own), -slope.sum(1, keepdim=True))
-    slope.scatter_add_(1, top, steepness).scatter_add_(1, own, -steepness)
-    return log_prob, slope
+    pulls = (pull.gather(1, place.flatten(1)).view_as(weight) * weight).sum(-1)
+    return log_prob, slopes(pulls, of_label, gaps.argmin(1), label, noise, table.widest)
+
+
+def slopes(pull: Tensor, of_label: Tensor, top: Tensor, label: Tensor, noise: Noise, widest: float) -> Tensor:
+    """The derivative of log p_y in every class's logit, from how the others pull it down (n, k).
+
+    Only differences matter; beyond the widest gap, that moves with the top, and the tail with the top and the label.
+    """
+    top, own = top[:, None], label[:, None]
+    slope = pull.neg().scatter_(1, own, 0)
+    slope.scatter_add_(1, torch.where(of_label > widest, top, own), -slope.sum(1, keepdim=True))
+    if (of_label > widest).any():
+        with torch.enable_grad():
+            gap = of_label.detach().requires_grad_()
+            (steepness,) = torch.autograd.grad(tail_beyond(gap, noise, widest).sum(), gap)
+        slope.scatter_add_(1, top, steepness).scatter_add_(1, own, -steepness)
+    return slope
 
 
 def _largest(gaps: Tensor, table: Tables) -> Tensor:
@@ -141,16 +149,20 @@ def _largest(gaps: Tensor, table: Tables) -> Tensor:
 
 
 def split(at: Tensor, gaps: Tensor, noise: Noise, widest: float) -> tuple[Tensor, Tensor]:
-    """The gaps up to the widest one, and what the two-class tail adds to log C beyond it.
-
-    Beyond e^-1e6 the addition grows in proportion to the gap: finite, in order, and with a derivative that has digits.
-    """
+    """The gaps up to the widest one, and what the two-class tail adds to log C beyond it."""
     # The top's gap is zero, but the widest gap must move with it for the gradient to be right.
     top = gaps.amin(1, keepdim=True)
+    return torch.where(at > widest, top + widest, at), tail_beyond(at - top, noise, widest)
+
+
+def tail_beyond(gap: Tensor, noise: Noise, widest: float) -> Tensor:
+    """How much the two-class tail falls from the widest gap to this one; nothing up to there.
+
+    Beyond e^-1e6 it falls in proportion to the gap: finite, in order, and with a derivative that has digits.
+    """
     farthest = widest_gap(noise, -1e6)
-    distance = (at - top).clamp(widest, farthest)
-    tail = two_class_tail(distance, noise) - two_class_tail(at.new_tensor(widest), noise)
-    return torch.where(at > widest, top + widest, at), tail * ((at - top) / farthest).clamp_min(1)
+    tail = two_class_tail(gap.clamp(widest, farthest), noise) - two_class_tail(gap.new_tensor(widest), noise)
+    return tail * (gap / farthest).clamp_min(1)
 
 
 def numbers_per_row(noise: Noise, num_classes: int) -> int:
@@ -202,7 +214,7 @@ def _curvatures(noise: Noise, u: Tensor) -> tuple[Tensor, Tensor]:
     return -curvature, hazard * (hazard - slope.detach())
 
 
-def _sharpness(noise: Noise, left: float = -6.0) -> float:
+def sharpness(noise: Noise, left: float = -6.0) -> float:
     """How many times narrower than a Gaussian's the density's finest feature is, where it is not small."""
     u = torch.linspace(left, 6, 4001, dtype=torch.float64)
     likely = noise.log_pdf(u) > -3
@@ -221,7 +233,7 @@ def nodes_and_weights(noise: Noise, faintest: float, step: float) -> tuple[Tenso
     grid = grid[int(seen[0]) : int(seen[-1]) + 1]
     of_pdf, of_cdf = _curvatures(noise, grid)
     # The gaps of other classes carry the features right of the middle to any node.
-    density = torch.sqrt(_sharpness(noise, left=0.0) ** 2 + 2 * of_cdf + of_pdf).numpy()
+    density = torch.sqrt(sharpness(noise, left=0.0) ** 2 + 2 * of_cdf + of_pdf).numpy()
     u = grid.numpy()
     v = CubicSpline(u, density).antiderivative()(u)
     at = np.linspace(v[0], v[-1], math.ceil((v[-1] - v[0]) / step) + 1)

@@ -219,7 +219,8 @@ class CalibratedModel(nn.Module):
     def _make_tables(self) -> None:
         """What the exact vote computes once for a noise, and could not while it is exported."""
         if isinstance(self.calibrator, ConsistencyCalibration) and hasattr(self.calibrator, "classes_"):
-            self.calibrator.predict_log_proba(torch.zeros(1, len(self.calibrator.classes_)))
+            # As with a gradient, for what is compiled for the CPU is not what is exported.
+            self.calibrator.predict_log_proba(torch.zeros(1, len(self.calibrator.classes_), requires_grad=True))
 
 
 def _without_head(calibrator: Calibrator) -> Calibrator:
