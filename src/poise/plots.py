@@ -119,7 +119,7 @@ def single_prediction(
     table = np.stack(list(rows.values()))
     # The classes that some method thinks most of, in the order of the columns.
     shown = np.sort(np.argsort(-table.max(0), kind="stable")[:num_shown])
-    figure = Figure(figsize=(5.2 + 2 * (image is not None), 0.9 + 0.55 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(6.2 + 2 * (image is not None), 0.9 + 0.55 * len(rows)), layout="constrained")
     axes = figure.add_subplot() if image is None else figure.subplots(1, 2, width_ratios=[2, 5])[1]
     if image is not None:
         picture = np.asarray(image, dtype=float)
