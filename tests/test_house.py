@@ -24,7 +24,7 @@ PYTHON = sorted(path for folder in ("src", "tests", "benchmarks", "examples") fo
 
 FLOORS = [
     {"_types", "_arrays", "_check"},
-    {"noise", "readout", "neighbors"},
+    {"noise", "readout", "neighbors", "progress"},
     {"link", "sampling", "search"},
     {"calibrators"},
     {"io", "compare", "model", "local"},
@@ -50,6 +50,8 @@ OWNERS = {
     "plotly": {"report"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "kornia": {"neighbors"},
+    "torchvision": {"neighbors"},
     # To read the official CIFAR archives, by an unpickler that looks up no name.
     "pickle": {"zoo"},
 }

@@ -94,6 +94,25 @@ def test_pair_has_titles_and_one_scale(scored):
         plots.reliability_pair(probs, probs, labels, titles=["one"])
 
 
+def test_one_prediction_shows_what_each_method_says():
+    answers = {"softmax": [0.9, 0.0, 0.06, 0.04], "train-time": torch.tensor([0.3, 0.0, 0.6, 0.1])}
+    image = np.random.default_rng(0).random((3, 4, 5))
+    figure = plots.single_prediction(answers, image=image, classes=["a", "b", "c", "d"], label=2, num_shown=3)
+    picture, axes = figure.axes
+    np.testing.assert_array_equal(picture.images[0].get_array(), image.transpose(1, 2, 0))
+    widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+    np.testing.assert_allclose(widths, [[0.9, 0.3], [0.06, 0.6], [0.04, 0.1]], rtol=1e-6)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "c (true)", "d"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == list(answers)
+    (alone,) = plots.single_prediction({"x": [0.5, 0.5]}).axes
+    assert [bars.get_label() for bars in alone.containers] == ["0", "1"]
+    for wrong in ({}, {"a": [0.5, 0.5], "b": [1.0, 0.0, 0.0]}):
+        with pytest.raises(ValueError, match="probabilities of the same classes"):
+            plots.single_prediction(wrong)
+    with pytest.raises(ValueError, match="must sum to 1"):
+        plots.single_prediction({"logits": [0.5, 0.9]})
+
+
 @pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
 def test_save(scored, tmp_path, suffix):
     path = tmp_path / f"diagram{suffix}"

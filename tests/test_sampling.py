@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import poise
 from poise.link import Link
 from poise.neighbors import Additive, Augmented
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Logistic, Uniform
+from poise.progress import Bar
 from poise.readout import soft, vote
 from poise.sampling import estimate, estimate_each
 
@@ -243,6 +245,181 @@ def test_augmented_images():
     assert ((run(strength=7.0)[:, 0] - 0.5).abs() < 0.2).all()
 
 
+# Batches, progress and interruptions
+
+
+@pytest.mark.parametrize("batch_size", [1, 17, 64, 500, 10_000])
+@pytest.mark.parametrize("num_rows", [3, 70])
+def test_the_batch_size_changes_no_draw(num_rows, batch_size):
+    """The head never sees more at once, and for few rows it sees many draws at once."""
+    sizes = []
+
+    def head(images):
+        sizes.append(len(images))
+        return images.flatten(1)[:, :4]
+
+    images = logits(num_rows, 4 * 32 * 32).reshape(num_rows, 4, 32, 32)
+    how = {"neighbors": GAUSSIAN, "strength": 1.0, "head": head, "num_samples": 40}
+    expected = estimate(images, **how)
+    sizes.clear()
+    assert torch.equal(estimate(images, batch_size=batch_size, **how), expected)
+    assert sum(sizes) == num_rows * 40
+    assert max(sizes) <= batch_size
+    assert max(sizes) >= min(batch_size, num_rows * 40) / 2 or num_rows == 70
+
+
+def test_few_rows_fill_a_batch_with_draws():
+    sizes = []
+    images = logits(1, 3 * 32 * 32)
+
+    def head(x):
+        sizes.append(len(x))
+        return x[:, :4]
+
+    estimate(images, neighbors=GAUSSIAN, strength=1.0, head=head, num_samples=99)
+    assert max(sizes) == 64
+
+
+def test_progress_arrives_at_the_end():
+    for how in ({}, {"head": lambda x: x, "batch_size": 50}):
+        seen = []
+        estimate_each(
+            logits(130),
+            neighbors=GAUSSIAN,
+            strengths=[1.0, 2.0],
+            num_samples=30,
+            progress=lambda done, total: seen.append((done, total)),  # noqa: B023
+            **how,
+        )
+        assert seen[-1] == (130 * 30 * 2, 130 * 30 * 2)
+        assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "folder"])
+def test_an_interrupted_run_goes_on(kind, tmp_path):
+    """What was finished is not computed again, and the result is that of a run in one go."""
+    calls = []
+
+    def head(x):
+        calls.append(len(x))
+        return 2 * x
+
+    def stop(done, total):
+        if done > 200 * 20 * 2 / 2:
+            raise Interrupted
+
+    how = {"neighbors": GAUSSIAN, "strengths": [0.5, 1.0], "head": head, "num_samples": 20}
+    expected = estimate_each(logits(200), **how)
+    in_one_go = sum(calls)
+    store = {} if kind == "dictionary" else poise.io.Folder(tmp_path / "parts")
+    with pytest.raises(Interrupted):
+        estimate_each(logits(200), store=store, progress=stop, **how)
+    assert len(store) == 1
+    if kind == "folder":
+        store = poise.io.Folder(tmp_path / "parts")
+    calls.clear()
+    seen = []
+    resumed = estimate_each(logits(200), store=store, progress=lambda *at: seen.append(at), **how)
+    assert torch.equal(resumed, expected)
+    # 64 of 200 rows are there already; to know that, one draw of the first tile is made again.
+    assert sum(calls) == in_one_go - 64 * 20 * 2 + 64 * 2
+    assert seen[-1][0] == seen[-1][1]
+    calls.clear()
+    assert torch.equal(estimate_each(logits(200), store=store, **how), expected)
+    assert sum(calls) == 64 * 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"strengths": [0.5, 1.1]},
+        {"seed": 1},
+        {"num_samples": 21},
+        {"readout": soft},
+        {"neighbors": Additive(Uniform())},
+        {"head": lambda x: 2.1 * x.roll(1, -1)},
+        {"inputs": logits(200, seed=3)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_has_changed_is_computed_again(changed):
+    how = {"inputs": logits(200), "neighbors": GAUSSIAN, "strengths": [0.5, 1.0], "head": None, "num_samples": 20}
+    store = {}
+    estimate_each(store=store, **how)
+    assert len(store) == 4
+    assert torch.equal(estimate_each(store=store, **how | changed), estimate_each(**how | changed))
+    assert len(store) == 8
+
+
+def test_a_fit_goes_on(tmp_path):
+    """An interrupted search repeats no part that was finished."""
+    z = logits(300)
+    labels = torch.distributions.Categorical(logits=z / 2).sample()
+    parts = tmp_path / "fit"
+    calls = []
+
+    def head(x):
+        calls.append(len(x))
+        if len(calls) == 60:
+            raise Interrupted
+        return x
+
+    how = {"num_samples": 50, "strengths": [0.5, 1.0, 2.0, 4.0], "store": poise.io.Folder(parts), "batch_size": 500}
+    with pytest.raises(Interrupted):
+        poise.SampledConsistency(head=head, **how).fit(z, labels)
+    resumed = poise.SampledConsistency(head=head, **how).fit(z, labels)
+    assert len(calls) < 60 + 300 * 50 * 5 / 500
+    how["store"] = None
+    whole = poise.SampledConsistency(head=lambda x: x, **how).fit(z, labels)
+    assert resumed.strength_ == whole.strength_
+    assert resumed.candidates_ == whole.candidates_
+
+
+def test_a_folder_of_tensors(tmp_path):
+    folder = poise.io.Folder(tmp_path / "a" / "b")
+    assert list(folder) == []
+    assert "x" not in folder
+    folder["x"] = torch.arange(3)
+    folder["y"] = torch.ones(2, 2, dtype=torch.float64).T
+    assert sorted(folder) == ["x", "y"]
+    assert torch.equal(poise.io.Folder(str(tmp_path / "a" / "b"))["x"], torch.arange(3))
+    del folder["x"]
+    assert list(folder) == ["y"]
+    for wrong in (folder.__getitem__, folder.__delitem__):
+        with pytest.raises(KeyError):
+            wrong("x")
+    (tmp_path / "a" / "b" / "y.safetensors").write_bytes(b"half a file")
+    with pytest.raises(ValueError, match="cannot be read as a kept part"):
+        folder["y"]
+
+
+def test_the_bar(monkeypatch):
+    """A line that is written over, only for who looks, and not at every step."""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = Bar("neighbors")
+    bar(1, 10)
+    assert stream.getvalue() == ""
+    stream.isatty = lambda: True
+    for done in range(1, 1001):
+        bar(done, 1000)
+    shown = stream.getvalue()
+    assert shown.endswith("left\n")
+    assert "100 %   1,000 of 1,000 neighbors" in shown
+    assert 1 < shown.count("\r") < 20
+
+
+def test_augmentations_leave_every_generator_alone():
+    """That of the CPU, and of a device that is not asked for."""
+    state = torch.get_rng_state()
+    estimate(logits(), neighbors=Augmented(moved), strength=1.0, num_samples=3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 # Memory
 
 PEAK = """
@@ -270,3 +447,37 @@ def test_memory_does_not_grow_with_the_draws():
     )
     assert few < 40
     assert many < few + 15
+
+
+PEAK_OF_IMAGES = """
+import sys, torch
+torch.set_num_threads(1)
+from poise.neighbors import weak
+from poise.sampling import estimate
+images = torch.zeros(70, 3, 96, 96)
+head = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 96 * 96, 10))
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+how = dict(neighbors=weak(), strength=1.0, head=head, batch_size=int(sys.argv[2]))
+estimate(images[:64], num_samples=2, **how)
+# What was needed for the imports is forgotten.
+open("/proc/self/clear_refs", "w").write("5")
+start = peak()
+estimate(images, num_samples=int(sys.argv[1]), **how)
+print(peak() - start)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is told by Linux alone.")
+def test_memory_of_images_is_bounded_by_the_batch():
+    """Of 70 images and 100 draws all neighbours would be 770 MB; a batch of 40 is four."""
+    small, large = (
+        float(
+            subprocess.run(
+                [sys.executable, "-c", PEAK_OF_IMAGES, "100", str(size)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for size in (40, 5000)
+    )
+    assert small < 60
+    assert large > small + 100, "else the batch size would bound nothing"

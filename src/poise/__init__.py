@@ -31,6 +31,8 @@ from poise.calibrators import (
 from poise.compare import Comparison, Recommendation, compare, recommend
 from poise.io import Scores, load, read_scores, save, write_scores
 from poise.link import Link
+from poise.local import consistency, local_uncertainty
+from poise.model import CalibratedModel, split
 from poise.neighbors import Additive, Augmented
 from poise.search import BoundWarning
 
@@ -42,6 +44,7 @@ __all__ = [
     "BayesianBinning",
     "BetaCalibration",
     "BoundWarning",
+    "CalibratedModel",
     "ClasswiseTemperatureScaling",
     "Comparison",
     "ConsistencyCalibration",
@@ -66,9 +69,11 @@ __all__ = [
     "TemperatureScaling",
     "VectorScaling",
     "compare",
+    "consistency",
     "io",
     "link",
     "load",
+    "local_uncertainty",
     "losses",
     "metrics",
     "neighbors",
@@ -79,5 +84,6 @@ __all__ = [
     "recommend",
     "sampling",
     "save",
+    "split",
     "write_scores",
 ]

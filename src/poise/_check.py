@@ -360,3 +360,34 @@ def nonnegative(value: float, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} must be a finite number, 0 or above, but is {value!r}.")
     return float(value)
+
+
+def images(tensor: Tensor, *, in_color: bool = False) -> Tensor:
+    """(n, channels, height, width); to change colours, with three channels of values from 0 to 1."""
+    if tensor.ndim != 4:
+        raise ValueError(
+            f"augmentations take images of shape (n, channels, height, width), but {tuple(tensor.shape)} came; pass a "
+            "batch of images, a single one as images[None], or Additive(Gaussian()) for other inputs."
+        )
+    if in_color and tensor.shape[1] != 3:
+        raise ValueError(
+            f"colours are jittered and blurred on images of 3 channels, but {tensor.shape[1]} came; use weak()."
+        )
+    if in_color and len(tensor) and (tensor.min() < 0 or tensor.max() > 1):
+        raise ValueError(
+            f"colours are jittered on images with values from 0 to 1, but values from {float(tensor.min()):.3g} to "
+            f"{float(tensor.max()):.3g} came; pass images before normalization and make it the network's first layer."
+        )
+    return tensor
+
+
+def layer(name: str, known: Iterable[str]) -> str:
+    """The name of a module inside a network."""
+    names = [one for one in known if one]
+    if name not in names:
+        close = difflib.get_close_matches(str(name), names, n=3) or names[:3]
+        raise ValueError(
+            f"the network has no layer {name!r}; the nearest are {', '.join(map(repr, close))}, and "
+            "dict(model.named_modules()) has them all."
+        )
+    return name

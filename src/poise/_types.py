@@ -23,4 +23,7 @@ Inputs: TypeAlias = Tensor
 """(n, ...) whatever is perturbed: images, activations, features or logits."""
 
 Head: TypeAlias = Callable[[Tensor], Tensor]
-"""The rest of the network: (n, ...) inputs to (n, k) logits."""
+"""The rest of the network: (n, ...) inputs to (n, k) logits.
+
+One with an attribute `num_perturbed` takes rows of which only so many leading numbers are perturbed.
+"""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from poise import _check
 from poise._types import Array
 from poise.io import atomic
 from poise.io.files import FilePath
@@ -23,6 +24,9 @@ except ImportError as error:
 
 # Okabe and Ito's colours, which the colour-blind tell apart; here they differ in lightness and hatching too.
 _ACCURACY, _GAP, _INK, _SHARE = "#9CC9E8", "#D55E00", "#1A1A1A", "#8C8C8C"
+
+_CLASSES = ("#9CC9E8", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2")
+"""Of the same palette, for classes side by side."""
 
 _PANEL = (4.8, 5.9)
 """Inches of one diagram with its histogram."""
@@ -82,6 +86,65 @@ def reliability_pair(
     highest = max(share.get_ylim()[1] for share in shares)
     for share in shares:
         share.set_ylim(0, highest)
+    return figure
+
+
+def single_prediction(
+    answers: Mapping[str, Array],
+    *,
+    image: Array | None = None,
+    classes: Sequence[str] | None = None,
+    label: int | None = None,
+    num_shown: int = 4,
+) -> Figure:
+    """What several methods say of one input, beside it: a group of bars for each, the classes it thinks most of.
+
+    `answers` maps a method's name to its k probabilities for one input: ``{"softmax": ..., "TS": ..., "CC": ...}``.
+    The `image` is (channels, height, width) or (height, width), from 0 to 1; `label` marks the true class.
+
+    >>> figure = single_prediction({"softmax": [0.99, 0.01], "train-time": [0.7, 0.3]}, label=1)
+    >>> [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    ['softmax', 'train-time']
+
+    Reference: Tao et al., Consistency Calibration, 2024, §2.5.
+    """
+    rows = {
+        name: _check.probs(np.asarray(probs, dtype=float).reshape(1, -1)).numpy()[0] for name, probs in answers.items()
+    }
+    if not rows or len({len(row) for row in rows.values()}) != 1:
+        raise ValueError(
+            "answers must map names to probabilities of the same classes, but rows of "
+            f"{', '.join(str(len(row)) for row in rows.values()) or 'no'} classes came; pass one row of each method."
+        )
+    table = np.stack(list(rows.values()))
+    # The classes that some method thinks most of, in the order of the columns.
+    shown = np.sort(np.argsort(-table.max(0), kind="stable")[:num_shown])
+    figure = Figure(figsize=(6.2 + 2 * (image is not None), 0.9 + 0.55 * len(rows)), layout="constrained")
+    axes = figure.add_subplot() if image is None else figure.subplots(1, 2, width_ratios=[2, 5])[1]
+    if image is not None:
+        picture = np.asarray(image, dtype=float)
+        figure.axes[0].imshow(picture.transpose(1, 2, 0) if picture.ndim == 3 else picture, cmap="gray", vmin=0, vmax=1)
+        figure.axes[0].set_axis_off()
+    place, height = np.arange(len(rows)), 0.8 / len(shown)
+    for index, column in enumerate(shown):
+        name = str(column) if classes is None else str(classes[column])
+        is_true = label is not None and column == label
+        axes.barh(
+            place - 0.4 + (index + 0.5) * height,
+            table[:, column],
+            height,
+            color=_CLASSES[index % len(_CLASSES)],
+            edgecolor=_INK,
+            linewidth=0.6,
+            hatch="////" if is_true else None,
+            label=f"{name} (true)" if is_true else name,
+        )
+    axes.set(xlim=(0, 1), xlabel="probability", yticks=place, yticklabels=list(rows))
+    axes.invert_yaxis()
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
     return figure
 
 

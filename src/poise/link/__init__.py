@@ -106,6 +106,11 @@ class Link:
 
     def _in_chunks(self, function: Callable[..., Tensor], scaled_logits: Logits, *more: Tensor) -> Tensor:
         """The function of the gaps of a chunk of rows, put together; only the chunk at work holds its intermediates."""
+        if torch.compiler.is_compiling():
+            # An exported program serves any number of rows, and a loop over chunks would fix it.
+            scores = scaled_logits.double()
+            gaps = scores.detach().amax(1, keepdim=True) - scores
+            return function(gaps, *more).to(scaled_logits.dtype)
         if not len(scaled_logits):
             return scaled_logits[:, :1] if more else scaled_logits
         rows = max(1, _CHUNK_BYTES // (8 * _numbers_per_row(_simplest(self.noise)[0], scaled_logits.shape[1])))

@@ -59,7 +59,7 @@ def gauss_legendre(num_nodes: int) -> tuple[Tensor, Tensor]:
 
 def _panels(gaps: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """Nodes and log-weights (n, panels · nodes): the shared edges, and each row's own kinks."""
-    edges = _edges(noise).to(gaps).expand(len(gaps), -1)
+    edges = _edges(noise).to(gaps).expand(gaps.shape[0], -1)
     top = gaps.topk(min(_CUT_CLASSES, gaps.shape[1]), dim=1, largest=False).values
     cuts = [(knot - top).clamp(edges[0, 0], edges[0, -1]) for knot in noise.knots]
     edges = torch.cat([edges, *cuts], dim=1).sort(dim=1).values

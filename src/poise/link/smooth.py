@@ -141,7 +141,7 @@ def slopes(pull: Tensor, of_label: Tensor, top: Tensor, label: Tensor, noise: No
 def _largest(gaps: Tensor, table: Tables) -> Tensor:
     """G at the nodes, (n, nodes): the distribution function of the largest perturbed logit."""
     place, weight = _cubic(gaps, table)
-    histogram = gaps.new_zeros(len(gaps), table.num_gaps)
+    histogram = gaps.new_zeros(gaps.shape[0], table.num_gaps)
     histogram = histogram.scatter_add(1, place.flatten(1), weight.flatten(1))
     log_largest = histogram @ table.log_cdf.to(gaps.device)
     # Denormal numbers would be slow, and are below anything asked for.
