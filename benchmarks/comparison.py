@@ -107,7 +107,7 @@ def main() -> None:
     print(summary(comparisons))
     print(
         "\nNLL and ECE as measured, divided by those of temperature scaling, geometric means over the sets; accuracy: "
-        "mean change in\npercentage points. The times are those of the machine that printed them, with one thread."
+        "mean change in\npercentage points. The times are of one thread of a machine busy with other work."
     )
     for index, (name, found) in enumerate(zip(names, comparisons, strict=False)):
         print(f"\n## {name}\n\n```text no-run\n{printed(found, with_legend=index == 0)}\n```")
