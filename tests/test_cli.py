@@ -307,8 +307,9 @@ def test_interruption_is_130_and_leaves_nothing(folder, monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
 def test_ctrl_c_in_a_terminal(folder):
     code = """if True:
-        import sys, time, poise
+        import signal, sys, time, poise
         from poise.cli import main
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
         poise.TemperatureScaling._fit = lambda *args: print("fitting", flush=True) or time.sleep(60)
         sys.argv[1:] = "fit val.npz -o c.safetensors --method temperature".split()
         main()
