@@ -44,6 +44,9 @@ def train(
     bf16: Annotated[
         bool | None, typer.Option("--bf16/--no-bf16", help="Halves in the network. Default: on a GPU.")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Fuse the network's steps: slow to start, then faster.")
+    ] = False,
     checkpoint_every: Annotated[int, typer.Option(metavar="N", help="Epochs between checkpoints.")] = 10,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run that was stopped; the rest of the command stays.")
@@ -85,6 +88,7 @@ def train(
             seed=seed,
             device=device,
             bf16=bf16,
+            compile=compile,
             checkpoint_every=checkpoint_every,
             resume=resume,
             progress=tell,
