@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import colorsys
 import itertools
-import sys
-import types
 
 import numpy as np
 import pytest
 import torch
 
 import poise
-from poise.neighbors import Additive, Augmented, ThroughLinear, TrainAugmentation, moderate, strong, weak
-from poise.neighbors import images as image_neighbors
+from poise.neighbors import Additive, Augmented, ThroughLinear, TrainAugmentation, colors, moderate, strong, weak
 from poise.noise import Gaussian
 from poise.sampling import estimate
 
@@ -123,38 +120,50 @@ def test_colors_are_jittered_as_written(photos, neighbors):
     for draw, row in itertools.product(range(4), range(3)):
         numbers = z[draw, row].double().numpy()
         expected = by_pixels(plain[draw, row].double().numpy(), numbers, neighbors.jitter, neighbors.blur)
-        np.testing.assert_allclose(found[draw, row], expected, atol=2e-3)
+        np.testing.assert_allclose(found[draw, row], expected, atol=2e-5)
 
 
-def test_torchvision_serves_as_well(photos, monkeypatch):
-    """Its functions take one image and one number; here they are the pixel loops."""
-
-    def one(function):
-        return lambda image, number: torch.from_numpy(function(image.double().numpy(), number)).float()
-
-    functional = types.SimpleNamespace(
-        adjust_brightness=one(brightness),
-        adjust_contrast=one(contrast),
-        adjust_saturation=one(saturation),
-        adjust_hue=one(hue),
-        gaussian_blur=lambda image, size, sigma: one(blurred)(image, sigma[0]),
-    )
-    expected, _ = neighbors_of(photos, strong(0.2), 3)
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["torchvision.transforms.v2"].functional = functional
-    monkeypatch.setitem(sys.modules, "kornia", None)
-    assert type(image_neighbors._colors()).__name__ == "_Torchvision"
-    found, _ = neighbors_of(photos, strong(0.2), 3)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+CHANGES = ("brightness", "contrast", "saturation", "hue", "blur")
 
 
-def test_without_either_library_the_extra_is_named(photos, monkeypatch):
-    monkeypatch.setitem(sys.modules, "kornia", None)
-    monkeypatch.setitem(sys.modules, "torchvision.transforms.v2", None)
-    with pytest.raises(ImportError, match=r'pip install "poise\[vision\]"'):
-        neighbors_of(photos, moderate(0.1))
-    neighbors_of(photos, weak())
+def kornias(images, change, number):
+    from kornia import enhance, filters
+
+    if change == "blur":
+        return filters.gaussian_blur2d(images, (3, 3), number[:, None].expand(-1, 2))
+    return {
+        "brightness": enhance.adjust_brightness_accumulative,
+        "contrast": enhance.adjust_contrast_with_mean_subtraction,
+        "saturation": enhance.adjust_saturation_with_gray_subtraction,
+        "hue": lambda x, turn: enhance.adjust_hue(x, 2 * torch.pi * turn),
+    }[change](images, number)
+
+
+def torchvisions(images, change, number):
+    functional = pytest.importorskip("torchvision.transforms.v2.functional", exc_type=ImportError)
+    one = {
+        "blur": lambda image, deviation: functional.gaussian_blur(image, [3, 3], [deviation, deviation]),
+    }.get(change) or getattr(functional, f"adjust_{change}")
+    return torch.stack([one(image, float(own)) for image, own in zip(images, number, strict=True)])
+
+
+@pytest.mark.parametrize("library", [kornias, torchvisions])
+@pytest.mark.parametrize("change", CHANGES)
+def test_colors_change_as_in_the_libraries(change, library):
+    images = torch.rand(20, 3, SIZE, SIZE, generator=seeded())
+    images[0], images[1, 0], images[2, :, :4] = 0.5, 0.25, 0.0
+    number = torch.linspace(-0.5, 0.5, 20) if change == "hue" else torch.linspace(0.1, 2, 20)
+    found = getattr(colors, change)(images, number)
+    # The weights of gray are rounded in torchvision.
+    torch.testing.assert_close(found, library(images, change, number), rtol=0, atol=2e-3)
+
+
+def test_a_wide_blur_is_kornias():
+    from kornia import filters
+
+    images, deviation = torch.rand(4, 3, 90, 70, generator=seeded()), torch.tensor([0.1, 0.5, 1.0, 2.0])
+    expected = filters.gaussian_blur2d(images, (7, 7), deviation[:, None].expand(-1, 2))
+    torch.testing.assert_close(colors.blur(images, deviation), expected, rtol=0, atol=1e-5)
 
 
 def test_the_strength_is_the_jitter(photos):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from poise import _check
 from poise._types import Inputs
+from poise.neighbors import colors
 from poise.neighbors.base import Neighbors
 
-_CROP_Y, _CROP_X, _FLIP, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _BLUR = range(8)
+_CROP_Y, _CROP_X, _FLIP, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SHARPNESS = range(8)
 
-_BLUR_SIGMA = (0.1, 2.0)
-"""Pixels; torchvision's range."""
+_BLUR = (0.1, 2.0)
+"""Standard deviations in pixels; torchvision's range."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class TrainAugmentation(Neighbors):
     """Images as in training: zero-padded, cropped back, flipped; then jittered in colour, and blurred.
 
     Images are (n, channels, height, width) with values from 0 to 1, before any normalisation, which belongs into the
-    network. Every image of every draw is augmented by itself. Crop and flip need torch alone; `jitter` and `blur` need
-    kornia or torchvision (the extra "vision") and three channels.
+    network. Every image of every draw is augmented by itself, in torch alone: the same neighbours wherever it runs.
+    `jitter` and `blur` take three channels.
 
     Args:
         padding: zeros around the image before the crop; None is an eighth of its side, 4 of 32 pixels.
@@ -58,9 +58,7 @@ class TrainAugmentation(Neighbors):
         z = z[:, : len(inputs)]
         images = self._cropped(inputs, z)
         if jitter > 0 or self.blur:
-            shape = images.shape
-            u = z.flatten(0, 1)
-            images = _colors().change(images.flatten(0, 1), u, jitter, self.blur).reshape(shape)
+            images = _recolored(images.flatten(0, 1), z.flatten(0, 1), jitter, self.blur).view_as(images)
         return images
 
     def _cropped(self, images: Tensor, z: Tensor) -> Tensor:
@@ -111,63 +109,14 @@ def _factors(u: Tensor, jitter: float) -> Tensor:
     return low + (1 + jitter - low) * u
 
 
-def _blur_size(images: Tensor) -> int:
-    """About a tenth of the side, odd: 3 of 32 pixels, 23 of 224."""
-    return 2 * max(1, min(images.shape[-2:]) // 20) + 1
-
-
-class _Kornia:
-    """A batch at once, each image with its own numbers."""
-
-    def __init__(self) -> None:
-        from kornia import enhance, filters
-
-        self.enhance, self.filters = enhance, filters
-
-    def change(self, images: Tensor, u: Tensor, jitter: float, blur: bool) -> Tensor:
-        if jitter > 0:
-            images = self.enhance.adjust_brightness_accumulative(images, _factors(u[:, _BRIGHTNESS], jitter))
-            images = self.enhance.adjust_contrast_with_mean_subtraction(images, _factors(u[:, _CONTRAST], jitter))
-            images = self.enhance.adjust_saturation_with_gray_subtraction(images, _factors(u[:, _SATURATION], jitter))
-            images = self.enhance.adjust_hue(images, 2 * torch.pi * min(jitter, 0.5) * (2 * u[:, _HUE] - 1))
-        if blur:
-            low, high = _BLUR_SIGMA
-            sigma = (low + (high - low) * u[:, _BLUR, None]).expand(-1, 2)
-            size = _blur_size(images)
-            images = self.filters.gaussian_blur2d(images, (size, size), sigma)
-        return images
-
-
-class _Torchvision:
-    """The same one by one, for its functions take one number for all images."""
-
-    def __init__(self) -> None:
-        from torchvision.transforms.v2 import functional
-
-        self.functional = functional
-
-    def change(self, images: Tensor, u: Tensor, jitter: float, blur: bool) -> Tensor:
-        return torch.stack([self._one(image, own, jitter, blur) for image, own in zip(images, u, strict=True)])
-
-    def _one(self, image: Tensor, u: Tensor, jitter: float, blur: bool) -> Tensor:
-        change = self.functional
-        if jitter > 0:
-            brightness, contrast, saturation = _factors(u[[_BRIGHTNESS, _CONTRAST, _SATURATION]], jitter).tolist()
-            image = change.adjust_brightness(image, brightness)
-            image = change.adjust_contrast(image, contrast)
-            image = change.adjust_saturation(image, saturation)
-            image = change.adjust_hue(image, min(jitter, 0.5) * (2 * float(u[_HUE]) - 1))
-        if blur:
-            low, high = _BLUR_SIGMA
-            image = change.gaussian_blur(image, [_blur_size(image)] * 2, [low + (high - low) * float(u[_BLUR])] * 2)
-        return image
-
-
-def _colors() -> Any:
-    """Whichever library is there."""
-    for library in (_Kornia, _Torchvision):
-        try:
-            return library()
-        except ImportError:
-            continue
-    raise ImportError('jittered and blurred images need kornia or torchvision: pip install "poise[vision]".')
+def _recolored(images: Tensor, u: Tensor, jitter: float, blur: bool) -> Tensor:
+    """Each image by its own numbers."""
+    if jitter > 0:
+        images = colors.brightness(images, _factors(u[:, _BRIGHTNESS], jitter))
+        images = colors.contrast(images, _factors(u[:, _CONTRAST], jitter))
+        images = colors.saturation(images, _factors(u[:, _SATURATION], jitter))
+        images = colors.hue(images, min(jitter, 0.5) * (2 * u[:, _HUE] - 1))
+    if blur:
+        low, high = _BLUR
+        images = colors.blur(images, low + (high - low) * u[:, _SHARPNESS])
+    return images
