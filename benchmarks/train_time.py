@@ -1,7 +1,8 @@
 """The paper's train-time rows on networks of one's own: all runs by one command, their table by another.
 
     python benchmarks/train_time.py train IMAGES RUNS    trains and extracts, most important first; goes on if stopped
-    python benchmarks/train_time.py table RUNS             the table, from the logits that are there
+    python benchmarks/train_time.py table [RUNS]           the table, from the logits that are there; or that ship
+    python benchmarks/train_time.py ship RUNS FOLDER       what the package keeps of the runs: all but weights, features
 
 IMAGES holds CIFAR-10 as `poise train` takes it. RUNS/NAME is a run, RUNS/NAME/scores its logits and features.
 """
@@ -9,12 +10,16 @@ IMAGES holds CIFAR-10 as `poise train` takes it. RUNS/NAME is a run, RUNS/NAME/s
 from __future__ import annotations
 
 import argparse
+import csv
+import json
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +40,8 @@ METRICS: dict[str, tuple[Callable[..., float], float]] = {
     "NLL": (metrics.nll, 100),
     "accuracy": (metrics.accuracy, 100),
 }
+
+SHIPPED = Path(poise.__file__).parent / "data" / "cifar10"
 
 PAPER_LOSSES = ("cross-entropy", "brier", "mmce", "label-smoothing", "flsd53", "focal")
 PAPER: dict[str, dict[str, str]] = {
@@ -96,6 +103,49 @@ def train(images: Path, runs: Path, recipe: str, epochs: int | None) -> None:
         subprocess.run([*poise_command, "extract", str(run), "-o", str(run / "scores")], check=True)
 
 
+def ship(runs: Path, folder: Path) -> None:
+    """Configuration, log, logits, labels and class names of every finished run, in new folders of the same names.
+
+    Prints the data card's line of each.
+    """
+    for run in sorted(path.parent.parent for path in runs.glob("*/scores/test.npz")):
+        kept = folder / run.name
+        (kept / "scores").mkdir(parents=True)
+        config = json.loads((run / "config.json").read_text("utf-8"))
+        (kept / "config.json").write_text(json.dumps(config | {"data": None}, indent=2) + "\n", encoding="utf-8")
+        shutil.copy(run / "log.csv", kept)
+        for split in ("val", "test"):
+            one = poise.read_scores(run / "scores" / f"{split}.npz")
+            assert one.labels is not None
+            np.savez_compressed(
+                kept / "scores" / f"{split}.npz",
+                logits=one.as_logits().numpy(),
+                labels=one.labels.numpy().astype(np.uint8),
+                classes=np.array(one.classes),
+            )
+        print(card(run.name, kept))
+
+
+def card(name: str, run: Path) -> str:
+    """What a shipped run was, as a line of the data card's table."""
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    with (run / "log.csv").open(encoding="utf-8", newline="") as log:
+        seconds = statistics.median(float(row["seconds"]) for row in csv.DictReader(log))
+    recipe = config["recipe"]
+    cells = [name, recipe["epochs"], recipe["batch_size"], recipe["peak_rate"], config["seed"], f"{seconds:.1f}"]
+    for split in ("val", "test"):
+        one = poise.read_scores(run / "scores" / f"{split}.npz")
+        assert one.labels is not None
+        probs = torch.softmax(one.as_logits().double(), 1)
+        cells += [
+            f"{100 * metrics.accuracy(probs, one.labels):.2f}",
+            f"{100 * metrics.ece(probs, one.labels):.2f}",
+            f"{metrics.nll(probs, one.labels):.4f}",
+        ]
+    size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+    return f"| {' | '.join(map(str, cells))} | {size:,} |"
+
+
 def figures(probs: Tensor, labels: Tensor) -> dict[str, float]:
     return {name: scale * metric(probs, labels) for name, (metric, scale) in METRICS.items()}
 
@@ -153,10 +203,14 @@ def main() -> None:
     training.add_argument("--epochs", type=int, help="the recipe in so many epochs")
     training.set_defaults(do=lambda given: train(given.images, given.runs, given.recipe, given.epochs))
     tabling = commands.add_parser("table", help="the table, from the logits that are there")
-    tabling.add_argument("runs", type=Path)
+    tabling.add_argument("runs", type=Path, nargs="?", default=SHIPPED, help="default: the runs that ship")
     tabling.add_argument("--seeds", type=int, default=5)
     tabling.add_argument("--resamples", type=int, default=1000)
     tabling.set_defaults(do=lambda given: table(given.runs, given.seeds, given.resamples))
+    shipping = commands.add_parser("ship", help="what the package keeps of the runs")
+    shipping.add_argument("runs", type=Path)
+    shipping.add_argument("folder", type=Path)
+    shipping.set_defaults(do=lambda given: ship(given.runs, given.folder))
     given = parser.parse_args()
     if not given.runs.is_dir() and "images" not in given:
         parser.error(f"there is no folder {given.runs}; train first")

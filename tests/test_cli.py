@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import poise
-from poise import demo, metrics
+from poise import metrics, zoo
 from poise.cli.app import app
 from poise.cli.methods import NOISES, calibrator, noise_word, parse_noise
 from poise.cli.screen import Screen, number, reliability
@@ -48,7 +48,7 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def shipped():
-    return demo.load()
+    return zoo.shipped_scores()
 
 
 @pytest.fixture

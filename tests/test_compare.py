@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import poise
-from poise import demo, metrics
+from poise import metrics, zoo
 from poise.calibrators.base import CALIBRATORS, Calibrator
 from poise.compare import MEASURES, Comparison, default_methods, named
 from poise.compare import measures as measured
@@ -528,7 +528,7 @@ def test_the_papers_network(shared_logits):
 
 
 def test_the_demo_has_no_rows_in_common():
-    assert running.shared_rows(*demo.load()) == ()
+    assert running.shared_rows(*zoo.shipped_scores()) == ()
 
 
 def test_measures_say_what_they_are():

@@ -33,7 +33,7 @@ from conftest import ROOT
 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 SOURCE = ROOT / "src"
-DATA = SOURCE / "poise" / "data"
+SCORES = SOURCE / "poise" / "data" / "cifar10" / "resnet50.cross-entropy" / "scores"
 
 MODULES = [
     ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
@@ -126,7 +126,7 @@ def check_printed(shown: str, printed: str, where: str) -> None:
 def folder(tmp_path, monkeypatch):
     """A folder of its own to work in, with logits to try things on."""
     for split in ("val", "test"):
-        shutil.copy(DATA / f"demo.{split}.npz", tmp_path / f"{split}.npz")
+        shutil.copy(SCORES / f"{split}.npz", tmp_path / f"{split}.npz")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     if "matplotlib.pyplot" in sys.modules:

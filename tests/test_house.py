@@ -20,7 +20,7 @@ from conftest import ROOT
 
 SOURCE = ROOT / "src" / "poise"
 FILES = sorted(SOURCE.rglob("*.py"))
-PYTHON = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+PYTHON = sorted(path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 FLOORS = [
     {"_types", "_arrays", "_check"},
@@ -28,7 +28,7 @@ FLOORS = [
     {"link", "sampling", "search"},
     {"calibrators"},
     {"io", "compare", "model", "local"},
-    {"plots", "report", "demo"},
+    {"plots", "report"},
     {"cli"},
 ]
 """Rooms of the package from the ground up: a room imports its own floor, without cycles, and those below."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import torch
 
 import poise
 from conftest import ROOT, SHARED
-from poise import demo, metrics
+from poise import metrics, zoo
+from poise.zoo.datasets.cifar import CIFAR10_CLASSES
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def script():
 
 
 def test_table(script, tmp_path, capsys, monkeypatch):
-    val, test = demo.load()
+    val, test = zoo.shipped_scores()
     scores = tmp_path / "resnet50.flsd53" / "scores"
     scores.mkdir(parents=True)
     few = slice(0, 300)
@@ -84,3 +87,41 @@ def test_training_goes_through_the_command_line(script, tmp_path, monkeypatch):
     assert ran[2][ran[2].index("--loss") + 1] == "brier"
     assert ran[2][ran[2].index("--recipe") + 1] == "short"
     assert ran[2][ran[2].index("--epochs") + 1] == "40"
+
+
+def test_what_ships_is_what_was_trained(script, tmp_path, monkeypatch, capsys):
+    """All but weights and features, without the place of the images; and the same to the last bit."""
+    run = tmp_path / "runs" / "resnet50.brier"
+    shutil.copytree(script.SHIPPED / "resnet50.brier", run)
+    config = json.loads((run / "config.json").read_text("utf-8"))
+    (run / "config.json").write_text(json.dumps(config | {"data": "/home/me/images"}), "utf-8")
+    for name in ("network.safetensors", "checkpoint.safetensors"):
+        (run / name).touch()
+    monkeypatch.setattr(sys, "argv", ["train_time.py", "ship", str(tmp_path / "runs"), str(tmp_path / "kept")])
+    script.main()
+    kept = tmp_path / "kept" / "resnet50.brier"
+    files = {path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.is_file()}
+    assert files == {"config.json", "log.csv", "scores/val.npz", "scores/test.npz"}
+    assert json.loads((kept / "config.json").read_text("utf-8")) == config
+    for split, one in zip(("val", "test"), zoo.shipped_scores("resnet50.brier"), strict=True):
+        again = poise.read_scores(kept / "scores" / f"{split}.npz")
+        assert torch.equal(again.logits, one.logits)
+        assert torch.equal(again.labels, one.labels)
+        assert again.classes == one.classes
+    assert capsys.readouterr().out.startswith("| resnet50.brier | ")
+
+
+def test_the_data_card_is_true(script):
+    page = (script.SHIPPED.parent / "README.md").read_text("utf-8")
+    for name in zoo.shipped():
+        assert script.card(name, script.SHIPPED / name) in page
+        val, test = zoo.shipped_scores(name)
+        assert (val.num_samples, test.num_samples, test.classes) == (5000, 10000, CIFAR10_CLASSES)
+        assert torch.equal(test.labels.bincount(), torch.full((10,), 1000))
+        assert zoo.shipped_config(name)["num_train"] == 45000
+    assert sum(path.stat().st_size for path in script.SHIPPED.rglob("*") if path.is_file()) < 6e6
+
+
+def test_a_run_that_is_not_here(script):
+    with pytest.raises(ValueError, match=r"run must be one of .*, but is 'resnet50.focl'; did you mean"):
+        zoo.shipped_scores("resnet50.focl")

@@ -11,7 +11,7 @@ import torch
 import typer
 
 import poise
-from poise import demo as data
+from poise import zoo
 from poise.calibrators.criteria import NLL_FLOOR
 from poise.cli.commands import network_logits, network_probs, plain_metrics
 from poise.cli.measure import Measured, measure, plain_bins, top_label_bins
@@ -20,6 +20,9 @@ from poise.cli.options import Debug, Json, check_outputs
 from poise.cli.screen import Screen, legend, number, reliability, rows_table
 from poise.io import save, write_scores
 from poise.noise import Gumbel
+
+RUN = "resnet50.cross-entropy"
+"""Whose answers they are."""
 
 _SHOWN = ("accuracy", "ece", "nll", "brier")
 
@@ -48,13 +51,14 @@ def demo(
     within = json is not None and json.parent == out
     check_outputs({}, {"--out": out / "probs.npz" if out.exists() else out, "--json": None if within else json})
 
-    val, test = data.load()
+    val, test = zoo.shipped_scores(RUN)
     assert val.labels is not None  # the shipped files hold them
     assert test.labels is not None
     raw = network_probs(test)
     screen.head("poise demo: making a classifier's confidence true")
     screen.say(
-        f"Here is {data.NETWORK}. poise ships what it answered for {val.num_samples:,} validation and "
+        f"Here is a ResNet-50, trained on CIFAR-10 with cross-entropy in {zoo.shipped_config(RUN)['recipe']['epochs']} "
+        f"epochs by `poise train`. poise ships what it answered for {val.num_samples:,} validation and "
         f"{test.num_samples:,} test images that it had not seen. On the test images it is "
         f"{100 * float(raw.amax(1).mean()):.1f} % sure on average, but right only "
         f"{100 * poise.metrics.accuracy(raw, test.labels):.1f} % of the time: it is overconfident.",

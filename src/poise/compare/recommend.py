@@ -54,8 +54,8 @@ def recommend(
     The rows' differences know of the noise in the rows and not of that in the fits: with fewer than a few hundred rows
     the choice is unsure. What fits in the budget depends on the machine; all else is repeatable.
 
-    >>> from poise import demo
-    >>> found = recommend(demo.load()[0], methods=["StructuredVectorScaling"])
+    >>> from poise import zoo
+    >>> found = recommend(zoo.shipped_scores()[0], methods=["StructuredVectorScaling"])
     >>> print(found.method, found.candidates[0].method)
     TemperatureScaling StructuredVectorScaling
     >>> found.reason.split('. ')[1]

@@ -59,8 +59,8 @@ def compare(
     all metrics. The rows must be independent and drawn like each other; those that stand in both sets are listed in
     `shared_rows`.
 
-    >>> from poise import demo
-    >>> found = compare(*demo.load(), methods=["TemperatureScaling"], metrics=["nll"], bootstrap=100)
+    >>> from poise import zoo
+    >>> found = compare(*zoo.shipped_scores(), methods=["TemperatureScaling"], metrics=["nll"], bootstrap=100)
     >>> [(row.method, round(row.cells["nll"].value, 3), row.cells["nll"].ties_best) for row in found.rows]
     [('uncalibrated', 0.351, False), ('TemperatureScaling', 0.332, True)]
 

@@ -1,5 +1,6 @@
 """The paper's networks and data, how they are trained, and how logits and features are taken from them."""
 
+from poise.zoo.answers import shipped, shipped_config, shipped_scores
 from poise.zoo.augment import crop_and_flip
 from poise.zoo.checkpoints import load_weights
 from poise.zoo.datasets import DATASETS, NORMALIZATIONS, Dataset, Images, Normalization, Pixels, dataset
@@ -27,5 +28,8 @@ __all__ = [
     "load_weights",
     "loss_for",
     "network",
+    "shipped",
+    "shipped_config",
+    "shipped_scores",
     "train",
 ]

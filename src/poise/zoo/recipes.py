@@ -56,7 +56,7 @@ PAPER = Recipe()
 """Of the published networks (Mukhoti et al., 2020): drops at 150 and 250, one epoch early, as their code has it."""
 
 SHORT = Recipe(
-    epochs=60, batch_size=512, peak_rate=0.4, drops=(), warmup=5, nesterov=True, weight_decay=5e-4, reduction="mean"
+    epochs=60, batch_size=256, peak_rate=0.2, drops=(), warmup=5, nesterov=True, weight_decay=5e-4, reduction="mean"
 )
 """For a GPU and an hour: large batches and a mean loss, under one cosine. Another recipe, and another network."""
 
