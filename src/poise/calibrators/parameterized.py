@@ -31,7 +31,7 @@ _REACH = math.log(20.0)
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What the network sees, what its temperatures divide, and how much each row counts."""
+    """What the network sees, what its temperatures divide (the largest is zero), and how much each row counts."""
 
     inputs: Tensor
     tempered: Logits
@@ -104,7 +104,8 @@ class ParameterizedTemperatureScaling(Calibrator):
         spread = (mass @ (top - self.center_).square() / mass.sum()).sqrt()
         # A column that hardly varies (two classes have but one that does) is left small, not blown up.
         self.spread_ = spread.clamp(min=1e-3 * float(spread.max())) if bool(spread.max() > 0) else spread + 1
-        rows = _Rows((top - self.center_) / self.spread_, scores / self.temperature_, labels, mass)
+        tempered = (scores - scores.amax(1, keepdim=True)) / self.temperature_
+        rows = _Rows((top - self.center_) / self.spread_, tempered, labels, mass)
         chosen = self._cross_validated(rows[mass > 0]) if self.weight_decay is None else self.weight_decay
         self.weight_decay_ = float(chosen)
         self.parameters_ = self._trained(rows, self.weight_decay_, self.num_steps)
@@ -150,17 +151,20 @@ class ParameterizedTemperatureScaling(Calibrator):
 
     def _losses(self, rows: _Rows, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Every row's loss and its derivative in the logarithm of the row's temperature: all that needs the classes."""
+        # Nothing is above zero here, so no exponential needs a look at the largest first.
         scaled = rows.tempered * torch.exp(-log_ratio)
-        own = rows.labels[:, None]
-        log_prob = torch.log_softmax(scaled, dim=1)
-        log_true, prob = log_prob.gather(1, own)[:, 0], log_prob.exp()
+        own = scaled.gather(1, rows.labels[:, None])[:, 0]
+        share = torch.exp(scaled)
+        total = share.sum(1)
+        mean = torch.linalg.vecdot(share, scaled) / total
+        log_true = own - torch.log(total)
         if self.criterion == "nll":
-            return -log_true, scaled.gather(1, own)[:, 0] - (prob * scaled).sum(1)
+            return -log_true, own - mean
         # Σ_k (p_k − y_k)² without a table of y; d p_k = p_k (Σ_j p_j s_j − s_k).
-        true, mean = log_true.exp(), (prob * scaled).sum(1)
-        losses = prob.square().sum(1) - 2 * true + 1
-        of_squares = 2 * (prob.square() * (mean[:, None] - scaled)).sum(1)
-        return losses, of_squares - 2 * true * (mean - scaled.gather(1, own)[:, 0])
+        true, square = log_true.exp(), share.square()
+        losses = square.sum(1) / total.square() - 2 * true + 1
+        of_squares = 2 * (square.sum(1) * mean - torch.linalg.vecdot(square, scaled)) / total.square()
+        return losses, of_squares - 2 * true * (mean - own)
 
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
         top = self._top(logits.double())
