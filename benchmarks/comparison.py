@@ -81,9 +81,9 @@ def needs_features(comparisons: Sequence[Comparison]) -> str:
     names = [short(name) for name, calibrator in known.items() if calibrator.needs_features]
     having = sum(any(short(row.method) in names for row in found.rows) for found in comparisons)
     return (
-        f"Need the network's features, which {having} of these sets have, and are compared there: {', '.join(names)}.\n"
-        "Their means are over other sets than the rest. `SampledConsistency`, the paper's own way by random draws, is\n"
-        "left out for its time; `--methods all` has it, and [evidence.md](evidence.md) on the paper's network."
+        f"With the network's features, which {having} of these sets have, and missing in the tables of the others:\n"
+        f"{', '.join(names)}.\nTheir means are over other sets than the rest. `SampledConsistency`, the paper's own "
+        "way by random\ndraws, is left out for its time: `--methods all` has it, and the README on the paper's network."
     )
 
 
