@@ -86,14 +86,14 @@ class Link:
             log_prob = torch.log_softmax(scaled_logits.detach() * unit, dim=1)
             slope = -torch.exp(log_prob).scatter_add(1, labels[:, None], -torch.ones_like(log_prob[:, :1]))
             return log_prob.gather(1, labels[:, None])[:, 0], unit * slope
-        if not _is_tabulated(noise):
-            scores = scaled_logits.detach().requires_grad_()
-            log_prob = self.log_prob_of(scores, labels)
-            return log_prob.detach(), torch.autograd.grad(log_prob[torch.isfinite(log_prob)].sum(), scores)[0]
         scores = scaled_logits.detach()
         if _can_compile(noise, scores):
-            log_prob, slope = _compiled(noise).log_prob_and_slope(_floating(scores), noise, labels)
-            return log_prob.to(scores.dtype), slope.to(scores.dtype)
+            log_prob, slope = _compiled(noise).log_prob_and_slope(_floating(scores, unit), noise, labels)
+            return log_prob.to(scores.dtype), (unit * slope).to(scores.dtype)
+        if not _is_tabulated(noise):
+            scores.requires_grad_()
+            log_prob = self.log_prob_of(scores, labels)
+            return log_prob.detach(), torch.autograd.grad(log_prob[torch.isfinite(log_prob)].sum(), scores)[0]
         scores = scores.double()
         gaps = scores.amax(1, keepdim=True) - scores
         rows = max(1, _CHUNK_BYTES // (16 * _numbers_per_row(noise, gaps.shape[1])))
