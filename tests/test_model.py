@@ -228,6 +228,28 @@ def test_whole_numbers_survive_a_rerun():
     torch.testing.assert_close(head(body(tokens)), model(tokens))
 
 
+def test_every_digit_survives_a_rerun():
+    """In a network of halves, where a token's number or an image would be rounded, and for long numbers too."""
+    torch.manual_seed(0)
+
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.branch, self.last = nn.Linear(3, 4), Branch(), nn.Linear(4, 2)
+
+        def forward(self, x, tokens=None, *, scale=1.0):
+            x = self.branch(self.first(x.to(self.first.weight.dtype)))
+            return self.last(x + scale * (tokens % 1000)[:, None].to(x.dtype))
+
+    model = Looked().bfloat16()
+    x, tokens = torch.rand(5, 3), torch.randint(2**40, (5,))
+    body, head = quietly(model, "first")
+    assert body(x, tokens).dtype == torch.float64
+    assert body(x, tokens=tokens % 1000).dtype == torch.float32
+    for some in (tokens, tokens % 1000):
+        assert torch.equal(head(body(x, tokens=some, scale=2.0)), model(x, some, scale=2.0))
+
+
 class Branch(nn.Module):
     def forward(self, x):
         return x if x.sum() > -1e9 else -x
@@ -422,6 +444,65 @@ def test_models_as_hugging_face_makes_them():
             return {"logits": super().forward(x), "loss": None}
 
     assert Network(Mapped(6, 3))(batch["inputs"]).shape == (60, 3)
+
+
+class Texts(nn.Module):
+    """As a text model: token numbers and a mask by keyword, and what torch.fx cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.branch, self.classifier = nn.Embedding(20, 6), Branch(), nn.Linear(6, 5)
+
+    def forward(self, input_ids=None, attention_mask=None):
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = (self.branch(self.embedding(input_ids)) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return types.SimpleNamespace(logits=self.classifier(x))
+
+
+def test_a_layer_of_a_model_that_takes_keywords():
+    """The mask of each row stays with it, whatever the batches."""
+    torch.manual_seed(0)
+    model = Texts()
+    ids, mask = torch.randint(20, (60, 7)), torch.ones(60, 7, dtype=torch.long)
+    mask[::2, 3:] = 0
+    whole = {"input_ids": ids, "attention_mask": mask}
+    labels = answered(model, **whole)
+    loader = [
+        {name: one[rows : rows + 20] for name, one in whole.items()} | {"labels": labels[rows : rows + 20]}
+        for rows in (0, 20, 40)
+    ]
+    how = {"num_samples": 40, "strengths": [0.3, 1.0]}
+    with pytest.warns(RerunWarning):
+        calibrated = CalibratedModel(model, poise.SampledConsistency(**how), at="classifier").fit(loader)
+    # Noise behind the last layer is noise on the logits; the rows have the mask besides.
+    at_logits = CalibratedModel(model, poise.SampledConsistency(**how)).fit(loader)
+    assert calibrated.calibrator.strength_ == at_logits.calibrator.strength_
+    assert torch.equal(calibrated(**whole), at_logits(**whole))
+    assert not torch.equal(calibrated(**whole), calibrated(input_ids=ids)), "the mask counts"
+    shorter = {name: one[:, :5] for name, one in loader[0].items() if name != "labels"} | {"labels": labels[:20]}
+    with pytest.raises(ValueError, match=r"but those of shape \(15,\) and \(19,\) came; pad all inputs"):
+        calibrated.fit([*loader, shorter])
+
+
+def test_images_by_keyword(net, images):
+    """As image models of transformers take them: the draws are those of images given by place."""
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, pixel_values=None, labels=None):
+            return {"logits": self.net(pixel_values)}
+
+    how = {"neighbors": weak(), "num_samples": 20}
+    by_place = CalibratedModel(net, poise.SampledConsistency(**how), at="inputs").fit(batches(net))
+    loader = [{"pixel_values": x, "labels": y} for x, y in batches(net)]
+    wrapped = CalibratedModel(Wrapped(), poise.SampledConsistency(**how), at="inputs").fit(loader)
+    for answer in (wrapped(pixel_values=images), wrapped(images)):
+        assert torch.equal(answer, by_place(images))
+    with pytest.raises(TypeError, match='one input is perturbed where at is "inputs", but Tensor, mask came'):
+        wrapped(images, mask=images)
 
 
 def test_one_log_odds_is_two_classes():
