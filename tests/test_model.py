@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 import types
 import warnings
@@ -351,12 +352,15 @@ def test_what_was_learned_is_in_the_state(net, images, name):
     assert torch.equal(calibrated(images), expected)
 
 
+CACHES = (smooth.tables, smooth.widest_gap, quadrature._edges, quadrature.gauss_legendre)
+
+
 @pytest.mark.parametrize("name", ["temperature", "consistency", "steep", "kinked", "heavy", "map"])
 def test_export(net, images, name):
     """For any number of images, in a process that has not computed anything before."""
     mapped = {"map": lambda: poise.ConsistencyCalibration(Gaussian(), scaling="vector")}
     state = CalibratedModel(net, (CALIBRATORS | mapped)[name]()).fit(batches(net)).state_dict()
-    for cached in (smooth.tables, smooth.widest_gap, quadrature._edges, quadrature.gauss_legendre):
+    for cached in CACHES:
         cached.cache_clear()
     calibrated = CalibratedModel(Net())
     calibrated.load_state_dict(state)
@@ -364,6 +368,34 @@ def test_export(net, images, name):
     program = torch.export.export(calibrated, (images,), dynamic_shapes=({0: rows},))
     for some in (images[:1], images, torch.cat([images] * 3)):
         torch.testing.assert_close(program.module()(some), calibrated(some), rtol=1e-6, atol=1e-7)
+
+
+ALONE = """
+import sys, torch
+sys.modules["poise"] = None
+program = torch.export.load(sys.argv[1]).module()
+images, expected = torch.load(sys.argv[2])
+torch.testing.assert_close(program(images), expected, rtol=1e-6, atol=1e-7)
+print("the same")
+"""
+
+
+@pytest.mark.parametrize("noise", [Gaussian(), Laplace()])
+def test_an_exported_program_needs_no_poise(net, images, tmp_path, noise):
+    """Right after the fit; read from a file by a process that has torch alone, on more images than it was made with."""
+    for cached in CACHES:
+        cached.cache_clear()
+    calibrated = CalibratedModel(net, poise.ConsistencyCalibration(noise)).fit(batches(net))
+    rows = torch.export.Dim("rows", min=1, max=1024)
+    torch.export.save(
+        torch.export.export(calibrated, (images,), dynamic_shapes=({0: rows},)), tmp_path / "calibrated.pt2"
+    )
+    more = torch.cat([images] * 2)
+    torch.save((more, calibrated(more).detach()), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", ALONE, tmp_path / "calibrated.pt2", tmp_path / "expected.pt"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "the same\n"
 
 
 def test_what_cannot_be_exported_says_so(net, images):
@@ -503,6 +535,71 @@ def test_images_by_keyword(net, images):
         assert torch.equal(answer, by_place(images))
     with pytest.raises(TypeError, match='one input is perturbed where at is "inputs", but Tensor, mask came'):
         wrapped(images, mask=images)
+
+
+def of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    if kind == "ViT":
+        config = transformers.ViTConfig(**small, image_size=8, patch_size=4, num_labels=5)
+        return transformers.ViTForImageClassification(config), ["pixel_values"], "vit.layernorm"
+    config = transformers.BertConfig(**small, vocab_size=50, num_labels=5)
+    return transformers.BertForSequenceClassification(config), ["input_ids", "attention_mask"], "bert.pooler"
+
+
+def of_timm():
+    timm = pytest.importorskip("timm")
+    return timm.create_model("resnet10t", num_classes=5), [], "layer3"
+
+
+def of_torchvision():
+    models = pytest.importorskip("torchvision.models", exc_type=ImportError)
+    return models.resnet18(num_classes=5), [], "layer3"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "make",
+    [lambda: of_transformers("ViT"), lambda: of_transformers("BERT"), of_timm, of_torchvision],
+    ids=["image", "text", "timm", "torchvision"],
+)
+def test_models_of_the_libraries(make):
+    """The whole way where they are installed: fit, answer, state, export, and a layer."""
+    torch.manual_seed(0)
+    model, keywords, layer = make()
+    if "input_ids" in keywords:
+        whole = {"input_ids": torch.randint(1, 50, (120, 6)), "attention_mask": torch.ones(120, 6, dtype=torch.long)}
+        whole["attention_mask"][::2, 4:] = 0
+    else:
+        size = 8 if keywords else 32
+        whole = {name: torch.rand(120, 3, size, size) for name in keywords or ["images"]}
+
+    def given(rows):
+        some = {name: one[rows] for name, one in whole.items()}
+        return ((), some) if keywords else ((some["images"],), {})
+
+    positional, named = given(slice(None))
+    labels = answered(model, *positional, **named)
+    loader = [
+        given(rows)[1] | {"labels": labels[rows]} if keywords else (given(rows)[0][0], labels[rows])
+        for rows in (slice(0, 60), slice(60, 120))
+    ]
+    calibrated = CalibratedModel(model).fit(loader)
+    with torch.no_grad():
+        logits = Network(model)(*positional, **named)
+        answer = calibrated(*positional, **named)
+    expected = poise.ConsistencyCalibration().fit(logits, labels).predict_proba(logits)
+    torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-5)
+    other = CalibratedModel(make()[0])
+    other.load_state_dict(load_bytes(save_bytes(calibrated.state_dict())))
+    with torch.no_grad():
+        assert torch.equal(other(*positional, **named), answer)
+    program = torch.export.export(calibrated, *given(slice(0, 60))).module()
+    positional, named = given(slice(60, 120))
+    torch.testing.assert_close(program(*positional, **named), calibrated(*positional, **named), rtol=1e-5, atol=1e-6)
+    sampled = poise.SampledConsistency(num_samples=10, strengths=[0.1, 1.0])
+    shares = CalibratedModel(model, sampled, at=layer).fit(loader)(*positional, **named)
+    torch.testing.assert_close((10 * shares).round(), 10 * shares, rtol=0, atol=1e-4)
 
 
 def test_one_log_odds_is_two_classes():

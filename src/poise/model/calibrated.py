@@ -133,6 +133,7 @@ class CalibratedModel(nn.Module):
             classes=classes,
         )
         self.calibrator = _without_head(fitted)
+        self._make_tables()
         return self
 
     def forward(self, inputs: Any = None, **named: Any) -> Probs:
