@@ -216,8 +216,9 @@ def main() -> None:
         ("perturbed data, ε", found.perturbed),
     ):
         size, least = curve.best
-        print(f"  {name:<24} least {100 * least:.3f} at {size:.3g}")
-        print("      " + ", ".join(f"{a:.3g}: {100 * b:.3f}" for a, b in zip(curve.sizes, curve.errors, strict=True)))
+        places = [str(one) if isinstance(one, int) else f"{one:.3g}" for one in (size, *curve.sizes)]
+        print(f"  {name:<24} least {100 * least:.3f} at {places[0]}")
+        print("      " + ", ".join(f"{a}: {100 * b:.3f}" for a, b in zip(places[1:], curve.errors, strict=True)))
     print(f"  {'the softmax itself':<24} {100 * found.softmax:.3f}")
     print(f"{time.perf_counter() - start:.0f} seconds")
     if arguments.json:
