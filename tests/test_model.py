@@ -402,6 +402,11 @@ def test_what_cannot_be_exported_says_so(net, images):
     calibrated = CalibratedModel(net, poise.ConsistencyCalibration(Uniform())).fit(batches(net))
     with pytest.raises(ValueError, match=r"uniform noise .* cannot be compiled or exported"):
         torch.export.export(calibrated, (images,))
+    sampled = poise.SampledConsistency(num_samples=20, strengths=[1.0])
+    for at in ("logits", "fc"):
+        calibrated = CalibratedModel(net, sampled, at=at).fit(batches(net))
+        with pytest.raises(ValueError, match="random draws cannot be compiled or exported"):
+            torch.export.export(calibrated, (images,))
     calibrated = CalibratedModel(net, poise.TemperatureScaling()).fit(batches(net))
     net.train()
     with pytest.raises(ValueError, match=r"training mode; call eval\(\)"):

@@ -156,6 +156,11 @@ class CalibratedModel(nn.Module):
 
     def _answer(self, method: str, inputs: Any, named: Mapping[str, Any]) -> Tensor:
         check_is_fitted(self.calibrator, msg="this CalibratedModel has not learned yet; call fit(val_loader) first.")
+        if torch.compiler.is_compiling() and isinstance(self.calibrator, SampledConsistency):
+            raise ValueError(
+                "random draws cannot be compiled or exported; fit ConsistencyCalibration(), the exact vote at the "
+                "logits, or compile the network before it is wrapped."
+            )
         table, features = self._table(inputs, named)
         # Without the checks of predict_proba, which look at values and could not be exported.
         answer = getattr(self._estimator(), method)(_arrays.to_floating(table), features)
