@@ -123,6 +123,8 @@ def main() -> None:
                 f"{row['name']}: {row['per_second']:,.0f} neighbors/s, "
                 f"{100 * row['changed_votes']:.3f} % of the votes differ"
             )
+        if "differs" in row:
+            print(f"{row['name']} on {row['on']} differs by {row['differs']}")
         if "p" in row:
             print(f"{row['name']}: ECE {percent(row['ECE'])}, p = {row['p']:.3f}")
     if arguments.picture:
