@@ -408,6 +408,27 @@ class Levels:
             torch.backends.cudnn.allow_tf32 = usual
         yield
 
+    def wrapped(self) -> Steps:
+        """A CalibratedModel there: the same answers as on a CPU, after its state has moved, and when exported."""
+        if time.perf_counter() + 15 > self.until:
+            raise LateError("15 s would not do")
+        images, labels, logits = self.images[:500], self.labels[:500], self.logits[:500].cpu()
+        loader = list(zip(images.split(250), labels.split(250), strict=True))
+        here = poise.CalibratedModel(self.model).fit(loader)
+        found = {"from the CPU's": poise.ConsistencyCalibration().fit(logits, labels).predict_proba(logits)}
+        moved = poise.CalibratedModel(self.model)
+        moved.load_state_dict(here.state_dict())
+        found["after its state has moved"] = moved(images)
+        found["exported"] = torch.export.export(here, (images,)).module()(images)
+        with torch.no_grad():
+            answer = here(images)
+        differences = {name: float((answer.cpu() - p.detach().cpu()).abs().max()) for name, p in found.items()}
+        sampled = poise.SampledConsistency(num_samples=32, strengths=[1.0])
+        at_a_layer = poise.CalibratedModel(self.model, sampled, at="net.layer3").fit(loader)(images)
+        print(f"<!-- CalibratedModel on {answer.device} and {at_a_layer.device}: differs by {differences} -->")
+        self.report.rows.append({"name": "CalibratedModel", "on": str(at_a_layer.device), "differs": differences})
+        yield
+
     def weakly_perturbed(self, images: Tensor) -> tuple[Tensor, float]:
         """32 votes, and the seconds they take when all is warm."""
         shares, seconds = torch.empty(0), 0.0
@@ -445,6 +466,7 @@ LEVELS: dict[str, Callable[[Levels], Steps]] = {
     "layer2": lambda levels: levels.layer("layer 2", "layer2", LOW_LAYER),
     "layer1": lambda levels: levels.layer("layer 1", "layer1", LOW_LAYER),
     "precisions": Levels.precisions,
+    "wrapped": Levels.wrapped,
 }
 
 
