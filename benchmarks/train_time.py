@@ -184,17 +184,18 @@ def table(runs: Path, num_seeds: int, resamples: int) -> None:
     columns = ("base", "+TS", "+CC sampled", "+CC exact")
     print(
         "95 % intervals in brackets, of the test rows alone and less the upward bias of calibration errors; CC sampled "
-        f"is the mean of {num_seeds} seeds ± the deviation of one. \"paper\" are its networks, base and +CC."
+        f'is the mean of {num_seeds} seeds ± the deviation of one. "paper" are its networks, base and +CC.'
     )
     for metric in METRICS:
         unit = "nats times 100, floor 1e-12" if metric == "NLL" else "percent"
         print(f"\n### {metric}, {unit}\n\n| network, loss | {' | '.join(columns)} | paper: base | paper: +CC |")
         print("|---|" + "---|" * (len(columns) + 2))
         for name in kept:
-            theirs = [f"{one[metric]:g}" for one in in_paper(*name)] or ["", ""]
+            theirs = [f"{one[metric]:.{1 if metric == 'NLL' else 2}f}" for one in in_paper(*name)] or ["", ""]
             ours = [found[name][column][metric] for column in columns]
             print("|", ", ".join(name), "|", " | ".join([*ours, *theirs]), "|")
-    print("\n### +CC exact less +TS, on the same rows\n\n| network, loss | ECE | NLL | shape |\n|---|---|---|---|")
+    print("\n### +CC exact less +TS, on the same rows, and what was fitted\n")
+    print("| network, loss | ECE | NLL | shape of the noise | temperature |\n|---|---|---|---|---|")
     for name in kept:
         print("|", ", ".join(name), "|", " | ".join(found[name]["difference"].values()), "|")
 
@@ -206,9 +207,10 @@ def row(run: Path, num_seeds: int, resamples: int) -> dict[str, dict[str, str]]:
     assert labels is not None
     assert truth is not None
     exact = poise.ConsistencyCalibration().fit(logits, labels)
+    tempered = poise.TemperatureScaling().fit(logits, labels)
     single = {
         "base": torch.softmax(rows, 1),
-        "+TS": poise.TemperatureScaling().fit(logits, labels).predict_proba(rows),
+        "+TS": tempered.predict_proba(rows),
         "+CC exact": exact.predict_proba(rows),
     }
     cells = {
@@ -226,14 +228,12 @@ def row(run: Path, num_seeds: int, resamples: int) -> dict[str, dict[str, str]]:
     }
     cells["difference"] = {
         name: in_brackets(
-            metrics.paired_difference(
-                METRICS[name][0], single["+CC exact"], single["+TS"], truth, resamples=resamples
-            ),
+            metrics.paired_difference(METRICS[name][0], single["+CC exact"], single["+TS"], truth, resamples=resamples),
             100,
             "+",
         )
         for name in ("ECE", "NLL")
-    } | {"shape": str(exact.noise_)}
+    } | {"shape": str(exact.noise_), "temperature": f"{tempered.temperature_:.2f}"}
     print(f"{run.name}: done", file=sys.stderr, flush=True)
     return cells
 

@@ -102,7 +102,7 @@ def test_table(script, tmp_path, capsys, monkeypatch):
     tempered = tempered.predict_proba(test.logits[few].float())
     gain = metrics.paired_difference(metrics.nll, probs, tempered, labels, resamples=50)
     assert less["NLL"] == f"{100 * gain.value:+.2f} [{100 * gain.low:+.2f}, {100 * gain.high:+.2f}]"
-    assert less["shape"] == str(exact.noise_)
+    assert less["shape of the noise"] == str(exact.noise_)
 
 
 def test_the_papers_figures(script):
