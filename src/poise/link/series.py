@@ -104,8 +104,14 @@ def series(noise: Noise) -> Series:
     # Where a probability can be large, its logarithm must be good to as many digits.
     likely = torch.exp(smooth.two_class_tail(points[1:-1], noise)).clamp(1e-6 / 3e-4, 0.5)
     basis = polynomials(x, num_coefficients) * (x + 1)[:, None]
-    to_curve = torch.linalg.pinv(basis * likely[:, None]) * likely
-    return Series(reach, bend, to_log_largest, hazard, to_curve.T.contiguous(), scaled[:, -1], error)
+    to_curve = (torch.linalg.pinv(basis * likely[:, None]) * likely).T.contiguous()
+    own = Series(reach, bend, to_log_largest, hazard, to_curve, scaled[:, -1], error)
+    return own._replace(error=max(error, _curve_error(noise, own, nodes, weights)))
+
+
+def has_series(noise: Noise) -> bool:
+    """Whether they are short enough for this noise; those of steep ones are not."""
+    return series(noise).error <= 1
 
 
 def _fit_log_cdf(
@@ -122,6 +128,20 @@ def _fit_log_cdf(
     coefficients = torch.linalg.lstsq(scaled, (target / allowed)[..., None], driver="gels").solution[..., 0]
     error = ((coefficients @ basis.T - target) / allowed).abs().max()
     return coefficients.T.contiguous(), float(error)
+
+
+def _curve_error(noise: Noise, own: Series, nodes: Tensor, weights: Tensor) -> float:
+    """The largest error of curves in units of what is allowed: of one class alone, and of one far above 999 others."""
+    gap = torch.linspace(0, own.reach, 400, dtype=torch.float64)
+    t = gap[:, None] + nodes
+    others = torch.tensor([0.25, 0.5, 0.75, 1.0], dtype=torch.float64)[:, None] * own.reach
+    log_largest = noise.log_cdf(nodes) + 999 * torch.cat([torch.zeros_like(nodes)[None], noise.log_cdf(nodes + others)])
+    largest = torch.exp(log_largest)
+    exact = torch.log(largest @ (torch.exp(noise.log_pdf(t) - noise.log_cdf(t)) * weights).T)
+    short = _log_shares(gap.expand(len(largest), -1), largest, own)
+    allowed = (1e-6 / torch.exp(exact)).clamp_max(1e-3)
+    error = (short - (exact - exact[:, :1])).abs() / allowed
+    return float(error[exact > math.log(1e-12)].max())
 
 
 def polynomials(x: Tensor, number: int) -> Tensor:
@@ -153,25 +173,30 @@ def _chebyshev_points(number: int) -> Tensor:
 
 
 def prob(scores: Logits, noise: Noise) -> Probs:
-    """p, (n, k), readably: what the compiled forms are tested against."""
+    """p, (n, k), readably and in float64: what the compiled forms are tested against."""
     own = series(noise)
-    parts = [part.to(scores) for part in (own.to_log_largest, own.hazard, own.to_curve)]
-    to_log_largest, hazard, to_curve = parts
+    scores = scores.double().cpu()
     gap = rounded(scores.amax(1, keepdim=True) - scores)
     x, y = position(gap.clamp_max(own.reach), own.reach, own.bend)
-    moments = (polynomials(x, own.num_moments) * y[..., None] ** POWER).sum(1)
-    largest = torch.exp((moments @ to_log_largest).clamp_max(0))
-    curves = torch.einsum("nu,sup->nsp", largest, hazard)
+    # Beyond the reach a class is too far to matter to the others.
+    share = torch.where(gap <= own.reach, y**POWER, 0)
+    moments = (polynomials(x, own.num_moments) * share[..., None]).sum(1)
+    largest = torch.exp((moments @ own.to_log_largest).clamp_max(0))
+    return torch.softmax(_log_shares(gap, largest, own), dim=1)
+
+
+def _log_shares(gap: Tensor, largest: Tensor, own: Series) -> Tensor:
+    """log C(d) − log C(0) of rows with G at the nodes."""
+    curves = torch.einsum("nu,sup->nsp", largest, own.hazard)
     # The shortest curve at whose end next to nothing is left.
     ends = curves[..., -1] <= math.exp(ENOUGH) * curves[..., 0]
-    last = ends * torch.arange(1, len(_SCALES) + 1, device=scores.device)
-    scale = (last.amax(1) - 1).clamp_min(0)
-    curve = torch.log(curves[torch.arange(len(scores)), scale] + torch.finfo(scores.dtype).tiny)
-    coefficients = (curve[:, 1:-1] - curve[:, :1]) @ to_curve
-    shrink = torch.tensor(_SCALES, device=scores.device, dtype=scores.dtype)[scale][:, None]
-    x, _ = position((gap / shrink).clamp_max(own.reach), own.reach, own.bend)
+    scale = (ends * torch.arange(len(_SCALES), device=gap.device)).amax(1)
+    curve = torch.log(curves[torch.arange(len(gap)), scale] + torch.finfo(torch.float32).tiny)
+    coefficients = (curve[:, 1:-1] - curve[:, :1]) @ own.to_curve
+    part = gap / own.ends[scale, None]
+    x, _ = position((part * own.reach).clamp_max(own.reach), own.reach, own.bend)
     log_share = (x + 1) * (polynomials(x, own.num_coefficients) * coefficients[:, None, :]).sum(-1)
-    return torch.softmax(log_share.masked_fill(gap > own.reach * shrink, -math.inf), dim=1)
+    return log_share * part.clamp_min(1)
 
 
 def rounded(gap: Tensor) -> Tensor:

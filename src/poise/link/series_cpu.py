@@ -193,7 +193,8 @@ def _add_moments(
             t7 = _TWO * x * t6 - t5
             low[1, j], low[2, j], low[3, j], low[4, j] = x, t2, t3, t4
             low[5, j], low[6, j], low[7, j], low[8, j] = t5, t6, t7, _TWO * x * t7 - t6
-            high[0, j] = y * y
+            # Beyond the reach a class is too far to matter to the others.
+            high[0, j] = y * y if some[j] <= reach else _ZERO
         for b in range(1, len(high)):
             for j in range(len(some)):
                 above = high[b - 2, j] if b > 1 else _ZERO

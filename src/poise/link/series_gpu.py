@@ -200,13 +200,14 @@ def _moments(
     for start in range(0, num_classes, SIZE):
         inside = start + lane < num_classes
         z = tl.load(scores + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
-        gap = tl.minimum((top - z) * per_unit, reach)
-        y = bend / (bend + gap)
+        gap = (top - z) * per_unit
+        y = bend / (bend + tl.minimum(gap, reach))
         low = _chebyshev(2 * (1 - y) * ((bend + reach) / reach) - 1, 8)
         power = y * y
         power *= power
         power *= power
-        power = tl.where(inside, power * power, 0.0)
+        # Beyond the reach a class is too far to matter to the others.
+        power = tl.where(gap <= reach, power * power, 0.0)
         high = (power, low[8] * power)
         for b in tl.static_range(2, MOMENTS // 8):
             high = high + (2 * low[8] * high[b - 1] - high[b - 2],)
