@@ -409,7 +409,7 @@ def test_uniform_with_many_classes_within_reach(k, layout, monkeypatch):
     classes = gaps.argsort()[[0, 1, k // 2, -1]].tolist() if k <= 200 else gaps.argsort()[[0, 30]].tolist()
     slow = torch.tensor([reference.log_vote(Uniform(), (-gaps).numpy(), j) for j in classes], dtype=f64)
     compiled = Link(Uniform()).log_prob(-gaps[None])[0, classes]
-    monkeypatch.setattr(poise.link, "_has_numba", lambda: False)
+    monkeypatch.setattr(poise.link, "_has", lambda module: False)
     readable = Link(Uniform()).log_prob(-gaps[None])[0, classes]
     # Each gives up below e^-600 (the reference), or keeps three digits only below e^-80 (the compiled form).
     for ours, faintest in ((compiled, -80), (readable, -600)):
@@ -434,9 +434,9 @@ def test_without_numba_nothing_is_lost_but_time(noise, dtype, monkeypatch):
     link = Link(noise)
     for k, spread in ((2, 4.0), (12, 0.01), (12, 2.0), (300, 0.5)):
         s, labels = scores(15, k, seed=k, spread=spread, dtype=dtype), torch.arange(15) % k
-        monkeypatch.setattr(poise.link, "_has_numba", lambda: True)
+        monkeypatch.setattr(poise.link, "_has", lambda module: True)
         compiled = [link.log_prob(s), link.log_prob_of(s, labels)]
-        monkeypatch.setattr(poise.link, "_has_numba", lambda: False)
+        monkeypatch.setattr(poise.link, "_has", lambda module: False)
         readable = [link.log_prob(s), link.log_prob_of(s, labels)]
         for one, other in zip(compiled, readable, strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -516,7 +516,7 @@ def differences(function, s: torch.Tensor, step: float = 1e-4) -> torch.Tensor:
 @pytest.mark.parametrize("has_numba", [True, False], ids=["compiled", "readable"])
 def test_slopes_are_those_of_the_values_near_and_far(noise, k, has_numba, monkeypatch):
     """Of what is given out and, to three digits, of what fits use; beyond the tables as within them."""
-    monkeypatch.setattr(poise.link, "_has_numba", lambda: has_numba)
+    monkeypatch.setattr(poise.link, "_has", lambda module: has_numba)
     s, labels, link = torch.tensor(FAR, dtype=f64), torch.full((4,), k), Link(noise)
     close = {"rtol": 1e-2, "atol": 2e-3}
     scores = s.clone().requires_grad_()

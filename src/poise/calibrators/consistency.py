@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,27 +104,29 @@ class ConsistencyCalibration(Calibrator):
                 f"a map is fitted by likelihood, but criterion is {self.criterion!r}; pass criterion='nll', or "
                 "scaling='none'."
             )
-        first = self._fit_shape(Gumbel(), logits, labels, weight)
+        known = [candidate for candidate in self.candidates_ if candidate["noise"] == Gumbel()]
+        first = known[0] if known else self._fit_shape(Gumbel(), logits, labels, weight)
         x = _first_step(logits, first["strength"], first["lapse"])
         rows = maps.Rows(x, labels, weight, fit_lapse if self.lapse else None)
-        strengths: dict[Noise, float] = {}
 
-        def fitted(shape: Noise, kind: str) -> maps.Fitted:
-            if shape not in strengths:
-                strengths[shape] = self._fit_shape(shape, x, labels, weight)["strength"]
-            return maps.fit_map(kind, Link(shape), strengths[shape], rows)
+        @functools.cache
+        def strength(shape: Noise) -> float:
+            return float(self._fit_shape(shape, x, labels, weight)["strength"])
 
         kinds = [kind for kind in maps.MAPS[1:] if self.scaling in (kind, "auto")]
         if self.scaling == "auto":
             kinds = [kind for kind in kinds if maps.is_worth_fitting(kind, x.shape[1])]
-        climbed = [_climb(functools.partial(fitted, kind=kind), shapes, plain["noise"]) for kind in kinds]
-        if self.scaling == "auto":
-            scores = [maps.cross_validated(candidate, rows) for candidate in climbed]
-            without = self._lapse_and_nll(Link(plain["noise"]), logits / plain["strength"], labels, weight)[1]
-            if without <= min(scores):
-                return
-            climbed = [climbed[scores.index(min(scores))]]
+        units = {kind: maps.units(kind, rows) for kind in kinds}
+        climbed = [maps.climbed(kind, rows, units[kind], shapes, plain["noise"], strength) for kind in kinds]
         best = climbed[0]
+        if self.scaling == "auto":
+            of_plain = torch.exp(Link(plain["noise"]).log_prob_of(logits / plain["strength"], labels))
+            losses = [maps.held_out(lambda _: of_plain, rows)]
+            losses += [maps.cross_validated(candidate, rows, units[candidate.kind]) for candidate in climbed]
+            choice = maps.chosen(losses, rows.share)
+            if choice == 0:
+                return
+            best = climbed[choice - 1]
         self.scaling_ = best.kind
         self.noise_, self.strength_ = best.link.noise, best.strength
         self.temperature_, self.first_lapse_ = first["strength"], first["lapse"]
@@ -191,17 +192,3 @@ class ConsistencyCalibration(Calibrator):
 def _first_step(logits: Logits, temperature: float, lapse: float) -> Logits:
     """Temperature scaling and its lapse: logarithms of probabilities, bounded below, that a map can act on."""
     return with_lapse(torch.log_softmax(logits / temperature, dim=1), lapse)
-
-
-def _climb(fitted: Callable[[Noise], maps.Fitted], shapes: tuple[Noise, ...], start: Noise) -> maps.Fitted:
-    """The best shape under a map: from the best without one to its neighbours, while they are better."""
-    at = shapes.index(start)
-    best = fitted(start)
-    for step in (-1, 1):
-        place = at + step
-        while 0 <= place < len(shapes):
-            candidate = fitted(shapes[place])
-            if candidate.loss >= best.loss:
-                break
-            best, place = candidate, place + step
-    return best

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from poise._types import Labels, Logits
+from poise._types import Labels, Logits, Probs
 from poise.link import quadrature, smooth, uniform
+from poise.link.series import has_series
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Noise, Uniform
 
 _CHUNK_BYTES = 32 * 2**20
@@ -51,6 +52,37 @@ class Link:
     """
 
     noise: Noise
+
+    def prob(self, logits: Logits, strength: float = 1.0, lapse: float = 0.0) -> Probs:
+        """(1 − l) p + l/k at s = z/ε, (n, k): what a calibrated network says.
+
+        Of logits in single or half precision, analytic noises have it at a few softmaxes' cost: p good to 2e-6, and to
+        one part in a thousand down to 1e-12, below which it keeps its order. All else is as exact as `log_prob`.
+        """
+        noise, unit = _simplest(self.noise)
+        if isinstance(noise, Gumbel):
+            probs = torch.softmax(logits * (unit / strength), dim=1)
+            return probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
+        fast = _series_for(noise, logits)
+        if fast is not None:
+            quick: Probs = fast.prob(logits, noise, strength / unit, lapse)
+            return quick
+        probs = torch.exp(self.log_prob(logits / strength))
+        return probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
+
+    def prob_of(self, logits: Logits, labels: Labels, strength: float = 1.0) -> tuple[Tensor, Tensor]:
+        """p of the labeled classes and of the top ones, (n,) and (n,): all that a fit needs. Not differentiable."""
+        noise, unit = _simplest(self.noise)
+        fast = _series_for(noise, logits.detach())
+        if fast is not None:
+            quick: tuple[Tensor, Tensor] = fast.prob_of(logits.detach(), noise, labels, strength / unit)
+            return quick
+        scaled = logits.detach().double() / strength
+        if isinstance(noise, Gumbel):
+            probs = torch.softmax(scaled * unit, dim=1)
+            return probs.gather(1, labels[:, None])[:, 0], probs.amax(1)
+        of_label, of_top = (self.log_prob_of(scaled, which) for which in (labels, scaled.argmax(1)))
+        return torch.exp(of_label), torch.exp(of_top)
 
     def log_prob(self, scaled_logits: Logits) -> Logits:
         """log p, (n, k)."""
@@ -179,17 +211,34 @@ def _ordered(log_prob: Tensor, gaps: Tensor) -> Tensor:
 
 
 def _can_compile(noise: Noise, scores: Logits) -> bool:
-    """Whether the compiled form serves: values of a real tensor on the CPU, of a noise that has one."""
-    wants_gradient = scores.requires_grad and torch.is_grad_enabled()
-    is_plain = type(scores) in (Tensor, torch.nn.Parameter) and scores.device.type == "cpu" and len(scores) > 0
-    is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether the compiled form serves: values on the CPU, of a noise that has one."""
     has_form = isinstance(noise, Uniform) or _is_tabulated(noise)
-    return has_form and is_plain and not (wants_gradient or is_traced) and _has_numba()
+    return has_form and scores.device.type == "cpu" and _is_plain(scores) and _has("numba")
+
+
+def _series_for(noise: Noise, logits: Logits) -> Any:
+    """The module that computes with series on the logits' device, if there is one for what is asked."""
+    is_single = logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if not is_single or not _is_plain(logits) or not _is_tabulated(noise) or not has_series(noise):
+        return None
+    if logits.device.type == "cpu":
+        return importlib.import_module("poise.link.series_cpu") if _has("numba") else None
+    if logits.device.type == "cuda":
+        return importlib.import_module("poise.link.series_gpu") if _has("triton") else None
+    return None
+
+
+def _is_plain(logits: Logits) -> bool:
+    """Whether values are all that is wanted of a real tensor."""
+    wants_gradient = logits.requires_grad and torch.is_grad_enabled()
+    is_traced = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    is_real = type(logits) in (Tensor, torch.nn.Parameter) and len(logits) > 0
+    return is_real and not (wants_gradient or is_traced)
 
 
 @functools.cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _compiled(noise: Noise) -> Any:
