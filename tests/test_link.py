@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import poise.link
 import reference
-from poise.link import Link, quadrature, smooth
+from poise.link import Link, fused, quadrature, smooth
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, Laplace, LogGamma, Uniform
 
 NOISES = reference.NOISES
@@ -204,6 +204,18 @@ def test_log_prob_is_finite_and_falls_however_far_the_class(noise, dtype):
     log_prob = Link(noise).log_prob(-gap[None])[0]
     assert torch.isfinite(log_prob).all()
     assert (log_prob.diff() < 0).all()
+
+
+@pytest.mark.parametrize("noise", [noise for noise in ANALYTIC if noise != Gumbel()], ids=str)
+def test_beyond_the_tables_the_two_class_tail_is_followed(noise, monkeypatch):
+    widest = fused.tables(noise).widest
+    gaps = torch.logspace(math.log10(widest / 10), math.log10(widest) + 3, 999, dtype=f64)
+    tail = torch.from_numpy(fused._tail(gaps.numpy(), noise, widest))
+    torch.testing.assert_close(tail, smooth.tail_beyond(gaps, noise, widest), rtol=1e-5, atol=1e-3)
+    logits = -torch.stack([gaps, 2 * gaps, 5 * gaps]) * (torch.arange(999) > 0)
+    together = Link(noise).log_prob(logits)
+    monkeypatch.setattr(fused, "_FAR_NUMBERS", 1)
+    equal(Link(noise).log_prob(logits), together, 0.0)
 
 
 @by_dtype

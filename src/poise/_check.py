@@ -42,6 +42,11 @@ def probs(array: Array) -> Probs:
     if values.shape[1] == 1:
         values = torch.cat([1 - values, values], dim=1)
     slack = 1e-3 if values.dtype == torch.float32 else 1e-5
+    if values.shape[0] and values.min() >= 0 and bool(((values.sum(dim=1) - 100).abs() < 1).all()):
+        raise ValueError(
+            "each row of probs must sum to 1, but all sum to about 100, so these look like percentages; "
+            "divide them by 100."
+        )
     if values.shape[0] and (values.min() < -slack or values.max() > 1 + slack):
         raise ValueError(
             f"probs must lie between 0 and 1, but came with values from {values.min():.4g} to {values.max():.4g}; "

@@ -37,8 +37,8 @@ def minimize(objective: Objective, scale: float, *, smooth: bool, coarse: Object
 
     A grid in log scale from scale/100 to 100·scale, widened where its end wins; then a bounded scalar solve between the
     neighbours of the best (`smooth`), or three finer grids there (for step-like criteria such as ECE, on common random
-    numbers). It cannot leave the positive numbers; if the best stays at an end after widening, a `BoundWarning` says so.
-    `coarse`, of fewer rows, may stand for the objective on the first grid, and does not count where it is not sure:
+    numbers). It cannot leave the positive numbers; if the best stays at an end after widening, a `BoundWarning` says
+    so. `coarse`, of fewer rows, may stand for the objective on the first grid, and does not count where it is not sure:
     if it is lowest at an end or at several strengths, or if the objective falls towards an end of the bracket it gave.
     """
     refine = _refine_smooth if smooth else _refine_steps
