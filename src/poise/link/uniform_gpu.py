@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from poise._types import Labels, Logits, Probs
-from poise.link import uniform
+from poise import link
 from poise.link.quadrature import gauss_legendre
-from poise.noise import Noise
+from poise.noise import Noise, Uniform
 
 _FEW, _MOST = 16, 64
 """Classes within reach that the kernel has a form for."""
@@ -78,9 +78,7 @@ def _run(scores: Logits, out: Tensor, labels: Labels | None, strength: float, la
 
 
 def _readable(scores: Logits, strength: float) -> Probs:
-    scaled = scores.double() / strength
-    gaps = scaled.amax(1, keepdim=True) - scaled
-    return torch.exp(uniform.log_prob(gaps, gaps))
+    return torch.exp(link.Link(Uniform()).log_prob(scores.double() / strength))
 
 
 @functools.lru_cache(maxsize=8)
@@ -122,7 +120,20 @@ def _votes(gap, exists, count, rule, NEAR: tl.constexpr):
 
 @triton.jit
 def _finish(
-    scores, out, of_top, labels, near, rule, row, top, count, num_classes, per_unit, lapse, IS_FULL: tl.constexpr, NEAR: tl.constexpr
+    scores,
+    out,
+    of_top,
+    labels,
+    near,
+    rule,
+    row,
+    top,
+    count,
+    num_classes,
+    per_unit,
+    lapse,
+    IS_FULL: tl.constexpr,
+    NEAR: tl.constexpr,
 ):
     slot = tl.arange(0, NEAR)
     exists = slot < count
