@@ -1,11 +1,11 @@
 """One network perturbed at every level, from the image to the logits: error bars, cost, and curves over the strength.
 
-    python benchmarks/levels.py DATA OUT [LEVEL ...] [--images 10000] [--draws 32 100] [--device cuda]
+    python benchmarks/levels.py DATA OUT [LEVEL ...] [--images 10000] [--draws 32 100] [--device cuda] [--seconds 150]
 
 DATA holds `models/cifar10-resnet56.safetensors` and `cifar10`: the test images as `test_*.webp` mosaics of 2,500, or
-decoded as `test.npy`, and `labels.npz`. Half of the images choose a strength by ECE, the other half is scored. The most
-important levels come first; OUT gets `levels.json` and `votes.npz` anew after each, and a level that fails is noted
-there while the others go on.
+decoded as `test.npy`, and `labels.npz`. Half of the images choose a strength by ECE, the other half is scored. All
+levels get the fewer draws before any gets more, the most important levels first. OUT gets `levels.json` and `votes.npz`
+anew after each; a level that fails, or would not end in time, is noted there while the others go on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,15 +41,18 @@ KEPT_ACCURACY = 0.95
 """Of a strength that may win, as in `SampledConsistency`."""
 
 JITTERS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-LOW_LAYER = (0.3, 0.6, 1.0, 1.5, 3.0, 20.0)
-"""Strengths in standard deviations of what is perturbed; the paper's for its low layers are 20."""
+LOW_LAYER = (0.3, 0.6, 1.0, 1.5, 3.0)
+"""Strengths in standard deviations of what is perturbed."""
 UPPER = tuple(0.1 * 10 ** (i / 8) for i in range(21))
 """From .1 to 32 of them."""
 
 BATCH = {"cpu": 64, "cuda": 34 * 64}
 """Neighbours that pass the network at once; on a GPU 32 draws of 64 images are one batch, the other 68 two."""
 
-TIMED_ROWS, TIMED_DRAWS = 1024, 100
+TIMED_ROWS, TIMED_DRAWS = 256, 100
+
+PASSED = 250
+"""Images at once where nothing is perturbed: the same shape every time, for which cuDNN looks for a fast way once."""
 
 
 class Normalized(nn.Module):
@@ -109,7 +112,7 @@ def fold(net: nn.Module) -> None:
 
 @torch.no_grad()
 def passed(module: nn.Module, inputs: Tensor, device: str) -> Tensor:
-    return torch.cat([module(some.to(device)) for some in torch.split(inputs, 256)])
+    return torch.cat([module(some.to(device)) for some in torch.split(inputs, PASSED)])
 
 
 @dataclass
@@ -162,10 +165,22 @@ class Lines:
             print(f"    {self.what}: {self.bar.line(done, total, now - self.started)}", flush=True)
 
 
+class LateError(Exception):
+    """There is no time left for what would come next."""
+
+
+Steps = Iterator[None]
+"""A level's work, which pauses after every number of draws."""
+
+
 class Levels:
     """The network, the images, and what is found out about them."""
 
-    def __init__(self, data: Path, out: Path, images: int, draws: Sequence[int], device: str) -> None:
+    def __init__(
+        self, data: Path, out: Path, images: int, draws: Sequence[int], device: str, seconds: float = float("inf")
+    ) -> None:
+        self.started = time.perf_counter()
+        self.until = self.started + seconds
         self.out, self.draws, self.device = out, sorted(draws), device
         self.model = resnet56(data, device)
         images_, self.labels = cifar10(data / "cifar10", images)
@@ -182,17 +197,28 @@ class Levels:
     def run(self, levels: Sequence[str]) -> None:
         kept = self.labels[self.score]
         self.report.head(f"{len(self.labels)} of the CIFAR-10 test images, {len(kept)} of them scored")
-        for name in levels:
-            start = time.perf_counter()
-            try:
-                LEVELS[name](self)
-            # A row that fails must not cost those that would come after it.
-            except Exception as error:
-                self.failed[name] = repr(error)
-                traceback.print_exc()
-            self.seconds[name] = time.perf_counter() - start
-            print(f"<!-- {name}: {self.seconds[name]:.1f} s -->", flush=True)
-            self.save()
+        running = {name: LEVELS[name](self) for name in levels}
+        while running:
+            for name, steps in list(running.items()):
+                start = time.perf_counter()
+                try:
+                    next(steps)
+                except StopIteration:
+                    del running[name]
+                    continue
+                except LateError as error:
+                    del running[name]
+                    self.failed[name] = str(error)
+                    print(f"<!-- {name}: left out, {error} -->")
+                # A level that fails must not cost those that would come after it.
+                except Exception as error:
+                    del running[name]
+                    self.failed[name] = repr(error)
+                    traceback.print_exc()
+                took = time.perf_counter() - start
+                self.seconds[name] = self.seconds.get(name, 0.0) + took
+                print(f"<!-- {name}: {took:.1f} s, at {time.perf_counter() - self.started:.0f} s -->", flush=True)
+                self.save()
 
     def save(self) -> None:
         content = {
@@ -202,16 +228,24 @@ class Levels:
             "rows": self.report.rows,
             "curves": self.curves,
             "seconds": self.seconds,
+            "total_seconds": time.perf_counter() - self.started,
             "failed": self.failed,
         }
         if self.device == "cuda":
             content["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-        (self.out / "levels.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-        np.savez_compressed(self.out / "votes.npz", labels=self.labels.numpy().astype(np.uint8), **self.votes)
+        # Each is renamed when it is whole: who stops the process finds what there was.
+        new = self.out / "new.json"
+        new.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        new.replace(self.out / "levels.json")
+        new = self.out / "new.npz"
+        labels, logits = self.labels.numpy().astype(np.uint8), self.logits.cpu().numpy()
+        np.savez_compressed(new, labels=labels, logits=logits, **self.votes)
+        new.replace(self.out / "votes.npz")
 
-    def baselines(self) -> None:
+    def baselines(self) -> Steps:
         logits = self.logits.cpu()
         self.report.row("uncalibrated", self.plain[self.score], self.labels[self.score])
+        self.report.row(f"uncalibrated, all {len(self.labels)} rows", self.plain, self.labels)
         for name, calibrator in (
             ("temperature scaling", poise.TemperatureScaling()),
             ("`ConsistencyCalibration()`, exact", poise.ConsistencyCalibration()),
@@ -220,27 +254,29 @@ class Levels:
             probs = calibrator.predict_proba(logits[self.score])
             strength = getattr(calibrator, "strength_", getattr(calibrator, "temperature_", None))
             self.report.row(name, probs, self.labels[self.score], strength)
+        yield
 
-    def augmented(self) -> None:
+    def augmented(self) -> Steps:
         """weak() is moderate(0): the same draws serve all of them."""
         head = Network(self.model)
-        ms = self.cost(self.images, weak(), head, 1.0)
-        for draws, each in self.scanned("image", self.images, moderate(), JITTERS, head):
+        ms = self.cost(self.images, moderate(), head, 0.1)
+        for draws, each in self.scanned("image", self.images, moderate(), JITTERS, head, ms):
             for s, probs in zip(JITTERS, each, strict=True):
                 self.row(f"image, moderate({s})" if s else "image, weak()", probs, draws, s or None, ms)
             self.chosen("image", each, draws, JITTERS, ms)
             name = f"weak(), T = {draws}, all {len(self.labels)} rows"
             self.report.row(f"image, {name}", each[0], self.labels, ms=ms * draws / TIMED_DRAWS, draws=draws)
             self.report.difference(name, each[0], self.plain, self.labels)
-        self.report.row(f"uncalibrated, all {len(self.labels)} rows", self.plain, self.labels)
+            yield
 
-    def blurred(self) -> None:
+    def blurred(self) -> Steps:
         head = Network(self.model)
         ms = self.cost(self.images, strong(), head, 1.0)
-        for draws, each in self.scanned("image, strong(0.1)", self.images, strong(), [1.0], head):
+        for draws, each in self.scanned("image, strong(0.1)", self.images, strong(), [1.0], head, ms):
             self.row("image, strong(0.1)", each[0], draws, 0.1, ms)
+            yield
 
-    def layer(self, name: str, module: str | None, multiples: Sequence[float]) -> None:
+    def layer(self, name: str, module: str | None, multiples: Sequence[float]) -> Steps:
         """Gaussian noise on the output of that module, or on the logits."""
         inputs, head = self.logits, None
         if module is not None:
@@ -249,8 +285,9 @@ class Levels:
         unit = float(inputs[self.fit].std())
         strengths = [unit * one for one in multiples]
         ms = self.cost(inputs, Additive(Gaussian()), head, unit)
-        for draws, each in self.scanned(name, inputs, Additive(Gaussian()), strengths, head, unit):
+        for draws, each in self.scanned(name, inputs, Additive(Gaussian()), strengths, head, ms, unit):
             self.chosen(name, each, draws, strengths, ms, unit)
+            yield
 
     def scanned(
         self,
@@ -259,11 +296,15 @@ class Levels:
         neighbors: Neighbors,
         strengths: Sequence[float],
         head: nn.Module | None,
+        ms: float,
         unit: float = 1.0,
-    ) -> Any:
+    ) -> Iterator[tuple[int, Tensor]]:
         """(T, shares of votes at every strength) for every T; the draws of a smaller T are among those of a larger."""
         done, counts = 0, torch.zeros(())
         for seed, draws in enumerate(self.draws):
+            seconds = ms / 1000 * len(inputs) * len(strengths) * (draws - done) / TIMED_DRAWS
+            if time.perf_counter() + seconds > self.until:
+                raise LateError(f"T = {draws} would take {seconds:.0f} s")
             more = estimate_each(
                 inputs,
                 neighbors=neighbors,
@@ -276,6 +317,9 @@ class Levels:
             )
             counts, done = counts + torch.round(more.cpu() * (draws - done)), draws
             each = counts / draws
+            # Those of the upper levels are many, and soon drawn again.
+            if len(strengths) < len(UPPER):
+                self.votes[f"{name}, T = {draws}"] = counts.numpy().astype(np.uint8)
             self.curves[f"{name}, T = {draws}"] = [
                 {"strength": strength, "deviations": strength / unit}
                 | {key: metric(probs[self.score], self.labels[self.score]) for key, metric in FIGURES.items()}
@@ -309,7 +353,6 @@ class Levels:
         deviations: float | None = None,
     ) -> None:
         name = f"{name}, T = {draws}"
-        self.votes[name] = torch.round(probs * draws).numpy().astype(np.uint8)
         # What T draws cost.
         ms *= draws / TIMED_DRAWS
         self.report.row(
@@ -318,9 +361,9 @@ class Levels:
 
     def cost(self, inputs: Tensor, neighbors: Neighbors, head: nn.Module | None, strength: float) -> float:
         """Milliseconds per row for 100 draws at one strength; the first run warms up."""
-        rows, draws = (TIMED_ROWS, TIMED_DRAWS) if self.device == "cuda" else (64, 4)
+        few, draws = (TIMED_ROWS, TIMED_DRAWS) if self.device == "cuda" else (64, 4)
 
-        def once() -> float:
+        def seconds(rows: int) -> float:
             start = time.perf_counter()
             estimate(
                 inputs[:rows],
@@ -333,17 +376,20 @@ class Levels:
             synchronize(self.device)
             return time.perf_counter() - start
 
-        once()
-        median = statistics.median(once() for _ in range(3))
-        return 1000 * median / min(rows, len(inputs)) * TIMED_DRAWS / draws
+        seconds(few)
+        # A moment would measure how fast kernels are launched.
+        rows = min(few if seconds(few) > 0.1 else TIMED_ROWS * 32, len(inputs))
+        return 1000 * statistics.median(seconds(rows) for _ in range(3)) / rows * TIMED_DRAWS / draws
 
-    def precisions(self) -> None:
+    def precisions(self) -> Steps:
         """Numbers and speed of float32, of bfloat16, and of TF32, in which torch convolves unless told otherwise."""
         if self.device != "cuda":
             print("<!-- on a CPU everything is float32 -->")
             return
+        if time.perf_counter() + 15 > self.until:
+            raise LateError("15 s would not do")
         usual = torch.backends.cudnn.allow_tf32
-        images, labels = self.images[:2048], self.labels[:2048]
+        images, labels = self.images[:1024], self.labels[:1024]
         exact = torch.empty(0)
         try:
             for name, allow_tf32, context in PRECISIONS:
@@ -360,6 +406,28 @@ class Levels:
                 self.report.rows.append({"name": f"precision {name}", "per_second": speed, "changed_votes": changed})
         finally:
             torch.backends.cudnn.allow_tf32 = usual
+        yield
+
+    def wrapped(self) -> Steps:
+        """A CalibratedModel there: the same answers as on a CPU, after its state has moved, and when exported."""
+        if time.perf_counter() + 15 > self.until:
+            raise LateError("15 s would not do")
+        images, labels, logits = self.images[:500], self.labels[:500], self.logits[:500].cpu()
+        loader = list(zip(images.split(250), labels.split(250), strict=True))
+        here = poise.CalibratedModel(self.model).fit(loader)
+        found = {"from the CPU's": poise.ConsistencyCalibration().fit(logits, labels).predict_proba(logits)}
+        moved = poise.CalibratedModel(self.model)
+        moved.load_state_dict(here.state_dict())
+        found["after its state has moved"] = moved(images)
+        found["exported"] = torch.export.export(here, (images,)).module()(images)
+        with torch.no_grad():
+            answer = here(images)
+        differences = {name: float((answer.cpu() - p.detach().cpu()).abs().max()) for name, p in found.items()}
+        sampled = poise.SampledConsistency(num_samples=32, strengths=[1.0])
+        at_a_layer = poise.CalibratedModel(self.model, sampled, at="net.layer3").fit(loader)(images)
+        print(f"<!-- CalibratedModel on {answer.device} and {at_a_layer.device}: differs by {differences} -->")
+        self.report.rows.append({"name": "CalibratedModel", "on": str(at_a_layer.device), "differs": differences})
+        yield
 
     def weakly_perturbed(self, images: Tensor) -> tuple[Tensor, float]:
         """32 votes, and the seconds they take when all is warm."""
@@ -388,8 +456,7 @@ PRECISIONS: tuple[tuple[str, bool, Callable[[], AbstractContextManager[Any]]], .
     ("bfloat16", True, bfloat16),
 )
 
-LEVELS: dict[str, Callable[[Levels], None]] = {
-    "precisions": Levels.precisions,
+LEVELS: dict[str, Callable[[Levels], Steps]] = {
     "baselines": Levels.baselines,
     "logits": lambda levels: levels.layer("logits", None, UPPER),
     "features": lambda levels: levels.layer("features", "pool", UPPER),
@@ -398,6 +465,8 @@ LEVELS: dict[str, Callable[[Levels], None]] = {
     "strong": Levels.blurred,
     "layer2": lambda levels: levels.layer("layer 2", "layer2", LOW_LAYER),
     "layer1": lambda levels: levels.layer("layer 1", "layer1", LOW_LAYER),
+    "precisions": Levels.precisions,
+    "wrapped": Levels.wrapped,
 }
 
 
@@ -415,18 +484,19 @@ def main() -> None:
     parser.add_argument("--draws", type=int, nargs="+", default=[32, 100], metavar="T")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=BATCH)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="what would end later is left out")
     arguments = parser.parse_args()
     if unknown := set(arguments.levels) - set(LEVELS):
         parser.error(f"no level {', '.join(unknown)}; there are {', '.join(LEVELS)}")
     torch.set_num_threads(arguments.threads)
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 4
     arguments.out.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    levels = Levels(arguments.data, arguments.out, arguments.images, arguments.draws, arguments.device)
-    levels.run(arguments.levels or list(LEVELS))
-    print(
-        f"\n({(time.perf_counter() - start):.0f} s on {arguments.device}; failed: {', '.join(levels.failed) or 'none'})"
+    levels = Levels(
+        arguments.data, arguments.out, arguments.images, arguments.draws, arguments.device, arguments.seconds
     )
+    levels.run(arguments.levels or list(LEVELS))
+    seconds = time.perf_counter() - levels.started
+    print(f"\n({seconds:.0f} s on {arguments.device}; failed: {', '.join(levels.failed) or 'none'})")
 
 
 if __name__ == "__main__":

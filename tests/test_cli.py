@@ -68,6 +68,8 @@ def folder(tmp_path, shipped, monkeypatch):
     np.savez(tmp_path / "probs.npz", probs=probs, labels=labels)
     np.savez(tmp_path / "probs_as_logits.npz", logits=probs, labels=labels)
     np.savez(tmp_path / "logits_as_probs.npz", probs=logits, labels=labels)
+    np.savez(tmp_path / "empty.npz", logits=logits[:0], labels=labels[:0])
+    np.savez(tmp_path / "percent.npz", probs=100 * probs, labels=labels)
     np.savez(tmp_path / "one_class.npz", logits=logits, labels=0 * labels)
     (tmp_path / "truncated.npz").write_bytes((tmp_path / "val.npz").read_bytes()[:500])
     save_file({"weight": logits}, tmp_path / "network.safetensors")
@@ -239,6 +241,10 @@ REFUSED = {
     "seed": ("fit val.npz -o c.safetensors --method sampled --seed -1", "seed must be a whole number"),
     "NaN": ("fit nan.npz -o c.safetensors", "row 3 holds NaN"),
     "no labels": ("fit unlabelled.npz -o c.safetensors", "holds no labels"),
+    "no rows to fit": ("fit empty.npz -o c.safetensors", "nothing to fit on: 0 samples came"),
+    "no rows to apply to": ("apply cal.safetensors empty.npz -o p.npz", "holds 0 rows, so there is nothing to apply"),
+    "no rows to score": ("evaluate empty.npz", "nothing to score: 0 rows came"),
+    "percent": ("evaluate percent.npz", "these look like percentages; divide them by 100"),
     "one class": ("fit one_class.npz -o c.safetensors", "only one class"),
     "probs as logits": ("fit probs_as_logits.npz -o c.safetensors", "look like probabilities"),
     "truncated": ("fit truncated.npz -o c.safetensors", "truncated or of another kind"),
@@ -362,6 +368,15 @@ def test_demo_tells_the_truth(folder, shipped):
     assert "it is overconfident" in " ".join(result.stdout.split())
     assert raw.amax(1).mean() > metrics.accuracy(raw, test.labels)
     assert (own.noise_ == Gumbel()) == ("Gumbel noise won" in result.stdout)
+    (winner,) = re.findall(r"^(.*)kept *$", result.stdout, re.MULTILINE)
+    assert f"{winner.split()[0].split(':')[0].capitalize()} noise won" in result.stdout
+    baseline = poise.TemperatureScaling().fit(val.logits.float(), val.labels).predict_proba(test.logits.float())
+    gain = metrics.nll(baseline, test.labels) - metrics.nll(probs, test.labels)
+    assert f"{abs(gain):.4f} {'lower' if gain > 0 else 'higher'} than that of temp" in " ".join(result.stdout.split())
+    told_gain = told["nll_difference"]
+    assert told_gain["value"] == pytest.approx(-gain)
+    beyond = told_gain["low"] * told_gain["high"] > 0
+    assert ("which is beyond chance" in " ".join(result.stdout.split())) == beyond
     assert "No predictions were changed" in " ".join(result.stdout.split())
     for name, value in (("uncalibrated", raw), ("consistency", probs)):
         (line,) = (line for line in result.stdout.splitlines() if line.startswith(f"{name} "))
@@ -454,13 +469,13 @@ def test_compare_is_the_library(folder):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_compare_fits_the_screen(folder, columns):
     """No cell is cut, whatever the width."""
-    options = ["--methods", "TS,PTS,VS", "--seeds", "2", "--bootstrap", "60"]
+    options = ["--methods", "TS,PTS,IOP,VS", "--seeds", "2", "--bootstrap", "60"]
     shown = run("compare", "--val", "val.npz", "--test", "test.npz", *options, COLUMNS=str(columns)).stdout
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= columns
     tables = re.findall(r"^uncalibrated .*", shown, re.MULTILINE)
     assert len(tables) == {60: 6, 80: 3, 120: 2}[columns]
-    assert "ParameterizedTemperature: means of 2 seeds; standard deviations ECE" in " ".join(shown.split())
+    assert "IntraOrderPreserving: means of 2 seeds; standard deviations ECE" in " ".join(shown.split())
 
 
 def test_compare_says_what_went_wrong(folder):

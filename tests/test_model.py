@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 import types
 import warnings
@@ -207,6 +208,7 @@ def test_arguments_that_are_left_out():
         warnings.simplefilter("error")
         body, head = split(model, "layer1")
     torch.testing.assert_close(head(body(x)), in_eval(model, x), rtol=0, atol=0)
+    torch.testing.assert_close(head(body(images=x)), in_eval(model, x), rtol=0, atol=0)
 
 
 def test_a_layer_that_gives_a_tuple():
@@ -226,6 +228,28 @@ def test_whole_numbers_survive_a_rerun():
     tokens = torch.randint(50_000, (6, 4))
     body, head = quietly(model, "0")
     torch.testing.assert_close(head(body(tokens)), model(tokens))
+
+
+def test_every_digit_survives_a_rerun():
+    """In a network of halves, where a token's number or an image would be rounded, and for long numbers too."""
+    torch.manual_seed(0)
+
+    class Looked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.branch, self.last = nn.Linear(3, 4), Branch(), nn.Linear(4, 2)
+
+        def forward(self, x, tokens=None, *, scale=1.0):
+            x = self.branch(self.first(x.to(self.first.weight.dtype)))
+            return self.last(x + scale * (tokens % 1000)[:, None].to(x.dtype))
+
+    model = Looked().bfloat16()
+    x, tokens = torch.rand(5, 3), torch.randint(2**40, (5,))
+    body, head = quietly(model, "first")
+    assert body(x, tokens).dtype == torch.float64
+    assert body(x, tokens=tokens % 1000).dtype == torch.float32
+    for some in (tokens, tokens % 1000):
+        assert torch.equal(head(body(x, tokens=some, scale=2.0)), model(x, some, scale=2.0))
 
 
 class Branch(nn.Module):
@@ -329,12 +353,15 @@ def test_what_was_learned_is_in_the_state(net, images, name):
     assert torch.equal(calibrated(images), expected)
 
 
+CACHES = (smooth.tables, smooth.widest_gap, quadrature._edges, quadrature.gauss_legendre)
+
+
 @pytest.mark.parametrize("name", ["temperature", "consistency", "steep", "kinked", "heavy", "map"])
 def test_export(net, images, name):
     """For any number of images, in a process that has not computed anything before."""
     mapped = {"map": lambda: poise.ConsistencyCalibration(Gaussian(), scaling="vector")}
     state = CalibratedModel(net, (CALIBRATORS | mapped)[name]()).fit(batches(net)).state_dict()
-    for cached in (smooth.tables, smooth.widest_gap, quadrature._edges, quadrature.gauss_legendre):
+    for cached in CACHES:
         cached.cache_clear()
     calibrated = CalibratedModel(Net())
     calibrated.load_state_dict(state)
@@ -344,10 +371,43 @@ def test_export(net, images, name):
         torch.testing.assert_close(program.module()(some), calibrated(some), rtol=1e-6, atol=1e-7)
 
 
+ALONE = """
+import sys, torch
+sys.modules["poise"] = None
+program = torch.export.load(sys.argv[1]).module()
+images, expected = torch.load(sys.argv[2])
+torch.testing.assert_close(program(images), expected, rtol=1e-6, atol=1e-7)
+print("the same")
+"""
+
+
+@pytest.mark.parametrize("noise", [Gaussian(), Laplace()])
+def test_an_exported_program_needs_no_poise(net, images, tmp_path, noise):
+    """Right after the fit; read from a file by a process that has torch alone, on more images than it was made with."""
+    for cached in CACHES:
+        cached.cache_clear()
+    calibrated = CalibratedModel(net, poise.ConsistencyCalibration(noise)).fit(batches(net))
+    rows = torch.export.Dim("rows", min=1, max=1024)
+    torch.export.save(
+        torch.export.export(calibrated, (images,), dynamic_shapes=({0: rows},)), tmp_path / "calibrated.pt2"
+    )
+    more = torch.cat([images] * 2)
+    torch.save((more, calibrated(more).detach()), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", ALONE, tmp_path / "calibrated.pt2", tmp_path / "expected.pt"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "the same\n"
+
+
 def test_what_cannot_be_exported_says_so(net, images):
     calibrated = CalibratedModel(net, poise.ConsistencyCalibration(Uniform())).fit(batches(net))
     with pytest.raises(ValueError, match=r"uniform noise .* cannot be compiled or exported"):
         torch.export.export(calibrated, (images,))
+    sampled = poise.SampledConsistency(num_samples=20, strengths=[1.0])
+    for at in ("logits", "fc"):
+        calibrated = CalibratedModel(net, sampled, at=at).fit(batches(net))
+        with pytest.raises(ValueError, match="random draws cannot be compiled or exported"):
+            torch.export.export(calibrated, (images,))
     calibrated = CalibratedModel(net, poise.TemperatureScaling()).fit(batches(net))
     net.train()
     with pytest.raises(ValueError, match=r"training mode; call eval\(\)"):
@@ -422,6 +482,130 @@ def test_models_as_hugging_face_makes_them():
             return {"logits": super().forward(x), "loss": None}
 
     assert Network(Mapped(6, 3))(batch["inputs"]).shape == (60, 3)
+
+
+class Texts(nn.Module):
+    """As a text model: token numbers and a mask by keyword, and what torch.fx cannot follow."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.branch, self.classifier = nn.Embedding(20, 6), Branch(), nn.Linear(6, 5)
+
+    def forward(self, input_ids=None, attention_mask=None):
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = (self.branch(self.embedding(input_ids)) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return types.SimpleNamespace(logits=self.classifier(x))
+
+
+def test_a_layer_of_a_model_that_takes_keywords():
+    """The mask of each row stays with it, whatever the batches."""
+    torch.manual_seed(0)
+    model = Texts()
+    ids, mask = torch.randint(20, (60, 7)), torch.ones(60, 7, dtype=torch.long)
+    mask[::2, 3:] = 0
+    whole = {"input_ids": ids, "attention_mask": mask}
+    labels = answered(model, **whole)
+    loader = [
+        {name: one[rows : rows + 20] for name, one in whole.items()} | {"labels": labels[rows : rows + 20]}
+        for rows in (0, 20, 40)
+    ]
+    how = {"num_samples": 40, "strengths": [0.3, 1.0]}
+    with pytest.warns(RerunWarning):
+        calibrated = CalibratedModel(model, poise.SampledConsistency(**how), at="classifier").fit(loader)
+    # Noise behind the last layer is noise on the logits; the rows have the mask besides.
+    at_logits = CalibratedModel(model, poise.SampledConsistency(**how)).fit(loader)
+    assert calibrated.calibrator.strength_ == at_logits.calibrator.strength_
+    assert torch.equal(calibrated(**whole), at_logits(**whole))
+    assert not torch.equal(calibrated(**whole), calibrated(input_ids=ids)), "the mask counts"
+    shorter = {name: one[:, :5] for name, one in loader[0].items() if name != "labels"} | {"labels": labels[:20]}
+    with pytest.raises(ValueError, match=r"but those of shape \(15,\) and \(19,\) came; pad all inputs"):
+        calibrated.fit([*loader, shorter])
+
+
+def test_images_by_keyword(net, images):
+    """As image models of transformers take them: the draws are those of images given by place."""
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, pixel_values=None, labels=None):
+            return {"logits": self.net(pixel_values)}
+
+    how = {"neighbors": weak(), "num_samples": 20}
+    by_place = CalibratedModel(net, poise.SampledConsistency(**how), at="inputs").fit(batches(net))
+    loader = [{"pixel_values": x, "labels": y} for x, y in batches(net)]
+    wrapped = CalibratedModel(Wrapped(), poise.SampledConsistency(**how), at="inputs").fit(loader)
+    for answer in (wrapped(pixel_values=images), wrapped(images)):
+        assert torch.equal(answer, by_place(images))
+    with pytest.raises(TypeError, match='one input is perturbed where at is "inputs", but Tensor, mask came'):
+        wrapped(images, mask=images)
+
+
+def of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    if kind == "ViT":
+        config = transformers.ViTConfig(**small, image_size=8, patch_size=4, num_labels=5)
+        return transformers.ViTForImageClassification(config), ["pixel_values"], "vit.layernorm"
+    config = transformers.BertConfig(**small, vocab_size=50, num_labels=5)
+    return transformers.BertForSequenceClassification(config), ["input_ids", "attention_mask"], "bert.pooler"
+
+
+def of_timm():
+    timm = pytest.importorskip("timm")
+    return timm.create_model("resnet10t", num_classes=5), [], "layer3"
+
+
+def of_torchvision():
+    models = pytest.importorskip("torchvision.models", exc_type=ImportError)
+    return models.resnet18(num_classes=5), [], "layer3"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "make",
+    [lambda: of_transformers("ViT"), lambda: of_transformers("BERT"), of_timm, of_torchvision],
+    ids=["image", "text", "timm", "torchvision"],
+)
+def test_models_of_the_libraries(make):
+    """The whole way where they are installed: fit, answer, state, export, and a layer."""
+    torch.manual_seed(0)
+    model, keywords, layer = make()
+    if "input_ids" in keywords:
+        whole = {"input_ids": torch.randint(1, 50, (120, 6)), "attention_mask": torch.ones(120, 6, dtype=torch.long)}
+        whole["attention_mask"][::2, 4:] = 0
+    else:
+        size = 8 if keywords else 32
+        whole = {name: torch.rand(120, 3, size, size) for name in keywords or ["images"]}
+
+    def given(rows):
+        some = {name: one[rows] for name, one in whole.items()}
+        return ((), some) if keywords else ((some["images"],), {})
+
+    positional, named = given(slice(None))
+    labels = answered(model, *positional, **named)
+    loader = [
+        given(rows)[1] | {"labels": labels[rows]} if keywords else (given(rows)[0][0], labels[rows])
+        for rows in (slice(0, 60), slice(60, 120))
+    ]
+    calibrated = CalibratedModel(model).fit(loader)
+    with torch.no_grad():
+        logits = Network(model)(*positional, **named)
+        answer = calibrated(*positional, **named)
+    expected = poise.ConsistencyCalibration().fit(logits, labels).predict_proba(logits)
+    torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-5)
+    other = CalibratedModel(make()[0])
+    other.load_state_dict(load_bytes(save_bytes(calibrated.state_dict())))
+    with torch.no_grad():
+        assert torch.equal(other(*positional, **named), answer)
+    program = torch.export.export(calibrated, *given(slice(0, 60))).module()
+    positional, named = given(slice(60, 120))
+    torch.testing.assert_close(program(*positional, **named), calibrated(*positional, **named), rtol=1e-5, atol=1e-6)
+    sampled = poise.SampledConsistency(num_samples=10, strengths=[0.1, 1.0])
+    shares = CalibratedModel(model, sampled, at=layer).fit(loader)(*positional, **named)
+    torch.testing.assert_close((10 * shares).round(), 10 * shares, rtol=0, atol=1e-4)
 
 
 def test_one_log_odds_is_two_classes():

@@ -275,6 +275,19 @@ def test_a_transform_with_or_without_a_strength(photos):
     assert distance.max() < 1e-5
 
 
+def test_transforms_of_torchvision(photos):
+    """Drawn once for a batch, and again for each neighbor."""
+    v2 = pytest.importorskip("torchvision.transforms.v2", exc_type=ImportError)
+    transform = Augmented(v2.Compose([v2.RandomHorizontalFlip(), v2.ColorJitter(brightness=0.5)]))
+    assert not transform.has_strength
+    found, _ = neighbors_of(photos, transform, 20)
+    assert found.shape == (20, *photos.shape)
+    assert torch.equal(found, neighbors_of(photos, transform, 20)[0])
+    sums = found.sum((1, 2, 3, 4)) / photos.sum()
+    assert 0.5 <= sums.min() < 0.9
+    assert len(sums.unique()) == 20
+
+
 # At the calibrator
 
 

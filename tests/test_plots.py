@@ -187,3 +187,26 @@ def test_curves_are_the_log():
     assert not drawn
     with pytest.raises(ValueError, match="the log has no epoch"):
         plots.training_curves([])
+
+
+def test_sweeps_are_what_was_swept():
+    panels = {
+        "jitter s": {"ECE": ([0.0, 0.1, 0.2], [0.04, 0.01, 0.03]), "errors": ([0.0, 0.1, 0.2], [0.06, 0.07, 0.09])},
+        "noise ε": {"ECE": ([0.1, 1.0], [0.05, 0.02])},
+        **{f"layer {number}": {"ECE": ([1.0, 2.0], [0.1, 0.2])} for number in (1, 2)},
+    }
+    figure = plots.sweeps(panels, ylabel="fraction", references={"temperature scaling": 0.0125})
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_xlabel() for axes in shown] == list(panels)
+    assert [axes.get_xscale() for axes in shown] == ["linear", "log", "log", "log"]
+    assert [axes.get_ylabel() for axes in shown] == ["fraction", "", "", "fraction"]
+    for axes, named in zip(shown, panels.values(), strict=True):
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        for name, (places, values) in named.items():
+            assert list(lines[name].get_xdata()) == places
+            assert list(lines[name].get_ydata()) == values
+        assert list(lines["temperature scaling"].get_ydata()) == [0.0125, 0.0125]
+    marked = [line for line in shown[0].get_lines() if line.get_marker() == "o"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in marked] == [(0.1, 0.01), (0.0, 0.06)]
+    with pytest.raises(ValueError, match="no panel came"):
+        plots.sweeps({}, ylabel="fraction")

@@ -468,6 +468,40 @@ print(peak() - start)
 """
 
 
+PEAK_OF_MANY = """
+import sys, torch
+torch.set_num_threads(1)
+import poise
+from poise.neighbors import weak
+images, labels = torch.rand(10_000, 3, 8, 8), torch.arange(10_000) % 10
+head = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 10))
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+num_images, num_samples = int(sys.argv[1]), int(sys.argv[2])
+calibrator = poise.SampledConsistency(weak(), head, num_samples=num_samples, batch_size=256)
+calibrator.fit(images[:64], labels[:64]).predict_proba(images[:64])
+open("/proc/self/clear_refs", "w").write("5")
+start = peak()
+assert len(calibrator.predict_proba(images[:num_images])) == num_images
+print(peak() - start)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is told by Linux alone.")
+def test_memory_of_ten_thousand_images_and_a_hundred_draws():
+    """All neighbours would be 770 MB, their logits 40; it takes what a hundredth of the work takes."""
+    many, few = (
+        float(
+            subprocess.run(
+                [sys.executable, "-c", PEAK_OF_MANY, *map(str, sizes)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for sizes in ((10_000, 100), (1_000, 10))
+    )
+    assert many < 20
+    assert many < few + 10
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is told by Linux alone.")
 def test_memory_of_images_is_bounded_by_the_batch():
     """Of 70 images and 100 draws all neighbours would be 770 MB; a batch of 40 is four."""

@@ -79,8 +79,10 @@ def test_it_is_repeatable():
 
 def test_the_command_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     file = tmp_path / "toy.json"
-    monkeypatch.setattr(sys, "argv", ["toy", "--train", "1000", "--test", "100", "--json", str(file)])
+    sizes = ["--train", "1000", "--test", "100"]
+    monkeypatch.setattr(sys, "argv", ["toy", *sizes, "--json", str(file), "--picture", str(tmp_path / "toy.png")])
     toy.main()
+    assert (tmp_path / "toy.png").read_bytes().startswith(b"\x89PNG")
     written = json.loads(file.read_text("utf-8"))
     printed = capsys.readouterr().out
     assert f"{100 * min(written['perturbed']['errors']):.3f}" in printed

@@ -1,4 +1,4 @@
-"""Reliability diagrams and training curves: computed first and then drawn, without any global state of matplotlib."""
+"""Reliability, single predictions and curves: computed first, then drawn, without any global state of matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 except ImportError as error:
     raise ImportError('drawing needs matplotlib: pip install "poise[plots]".') from error
 
@@ -188,6 +188,50 @@ def training_curves(log: Sequence[Mapping[str, float]]) -> Figure:
             axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.grid(color="0.9", linewidth=0.6)
         axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def sweeps(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    ylabel: str,
+    references: Mapping[str, float] | None = None,
+) -> Figure:
+    """What becomes of some fractions as a size or a strength grows: one panel for each kind, on one logarithmic scale.
+
+    `panels` maps what grows to named curves, pairs of places and values; a place or a value of zero is left out where
+    the scale is logarithmic, which that of the places is unless they begin at zero. The least value of each curve is
+    marked. `references` are horizontal lines in every panel.
+
+    >>> figure = sweeps({"noise ε": {"ECE": ([0.1, 1.0], [0.05, 0.01])}}, ylabel="error", references={"softmax": 0.04})
+    >>> [axes.get_xlabel() for axes in figure.axes]
+    ['noise ε']
+    """
+    if not panels:
+        raise ValueError("there is nothing to draw: no panel came; pass at least one curve.")
+    figure = Figure(figsize=(3.1 * min(len(panels), 3), 2.9 * -(-len(panels) // 3)), layout="constrained")
+    grid = figure.subplots(-(-len(panels) // 3), min(len(panels), 3), sharey=True, squeeze=False).flat
+    for (xlabel, named), axes in zip(panels.items(), grid, strict=False):
+        for (label, (places, values)), color in zip(named.items(), (_GAP, *_CLASSES[5:], *_CLASSES), strict=False):
+            axes.plot(places, values, color=color, linewidth=1.4, marker=".", markersize=4, label=label)
+            least = int(np.argmin(values))
+            axes.plot(places[least], values[least], color=color, marker="o", markersize=7, fillstyle="none")
+        for (label, value), style in zip((references or {}).items(), ("--", ":", "-."), strict=False):
+            axes.axhline(value, color=_SHARE, linestyle=style, linewidth=1.2, label=label)
+        starts_at_zero = any(min(places) == 0 for places, _ in named.values())
+        axes.set(xlabel=xlabel, xscale="linear" if starts_at_zero else "log", yscale="log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
+        if not starts_at_zero:
+            low, high = axes.get_xlim()
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if high < 100 * low else (1.0,), numticks=8))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(color="0.9", linewidth=0.6)
+    for axes in list(grid):
+        axes.set_visible(False)
+    figure.axes[0].legend(fontsize=8, frameon=False)
+    for axes in figure.axes[::3]:
+        axes.set_ylabel(ylabel)
     return figure
 
 

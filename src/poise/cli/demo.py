@@ -1,4 +1,4 @@
-"""`poise demo`: the whole story on the answers of a small real network, from its overconfidence to the cure."""
+"""`poise demo`: the whole story on the answers of a real network, from its overconfidence to the cure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from poise.cli.methods import kept, learned, noise_word
 from poise.cli.options import Debug, Json, check_outputs
 from poise.cli.screen import Screen, legend, number, reliability, rows_table
 from poise.io import save, write_scores
+from poise.metrics import Difference
 from poise.noise import Gumbel
 
 RUN = "resnet50.cross-entropy"
@@ -83,7 +84,8 @@ def demo(
         }
         bins = {name: top_label_bins(probs, test.labels) for name, probs in sets.items()}
     screen.head("2  Score, on the test images, which no fit has seen")
-    _tell_scores(screen, measured, int((sets["consistency"].argmax(1) != raw.argmax(1)).sum()))
+    gain = poise.metrics.paired_difference(poise.metrics.nll, sets["consistency"], sets["temperature"], test.labels)
+    _tell_scores(screen, measured, gain, int((sets["consistency"].argmax(1) != raw.argmax(1)).sum()))
 
     screen.head("3  Look: of the images the network is so sure about, how many are right?")
     screen.show(reliability(screen, {name: bins[name] for name in ("uncalibrated", "consistency")}))
@@ -119,6 +121,7 @@ def demo(
             "learned": {"temperature": learned(temperature), "consistency": learned(consistency)},
             "candidates": consistency.candidates_,
             "test": {name: plain_metrics(values) for name, values in measured.items()},
+            "nll_difference": {"value": gain.value, "low": gain.low, "high": gain.high},
             "bins": {name: plain_bins(one) for name, one in bins.items()},
         }
     )
@@ -162,9 +165,16 @@ def _tell_fits(
             "the two methods agree, and that was found, not assumed.",
             "",
         )
+    else:
+        screen.say(
+            f"{noise_word(consistency.noise_).split(':')[0].capitalize()} noise won. Gumbel noise would have been "
+            "temperature scaling, plus a small lapse for plain guesses: what shape a network's doubt has is found, not "
+            "assumed.",
+            "",
+        )
 
 
-def _tell_scores(screen: Screen, measured: dict[str, list[Measured]], changed: int) -> None:
+def _tell_scores(screen: Screen, measured: dict[str, list[Measured]], gain: Difference, changed: int) -> None:
     rows = []
     for name, values in measured.items():
         by_name = {one.name: one for one in values}
@@ -187,6 +197,10 @@ def _tell_scores(screen: Screen, measured: dict[str, list[Measured]], changed: i
         "ECE is the average distance between confidence and accuracy. Even a perfectly calibrated network would show "
         f"{number(floor.mean, True)} % on this test set, and up to {number(floor.high, True)} % in 95 of 100 such "
         "sets, by chance alone.",
+        f"On the same images the NLL of consistency calibration is {abs(gain.value):.4f} "
+        f"{'lower' if gain.value < 0 else 'higher'} than that of temperature scaling, which "
+        f"{'is beyond chance' if gain.low * gain.high > 0 else 'may be chance'} (95 % interval of the difference: "
+        f"{gain.low:.4f} to {gain.high:.4f}).",
         f"{changed or 'No'} predictions were changed: both methods keep the order of the classes.",
         "",
     )

@@ -57,9 +57,9 @@ def recommend(
     >>> from poise import zoo
     >>> found = recommend(zoo.shipped_scores()[0], methods=["StructuredVectorScaling"])
     >>> print(found.method, found.candidates[0].method)
-    TemperatureScaling StructuredVectorScaling
+    StructuredVectorScaling StructuredVectorScaling
     >>> found.reason.split('. ')[1]
-    'The lowest is that of StructuredVector, by 0.0015 ± 0.0010, which may be chance.'
+    'It may change predictions; the best that changes none is Temperature, 0.1609.'
 
     Reference: Stone, JRSS B 1974 (cross-validation); Diebold, Mariano, 1995 (paired differences of losses).
     """

@@ -31,6 +31,9 @@ _ROUNDING = 1.5 * 2.0**12
 """Added and taken away again, this rounds a number below 2^12 to multiples of 2^-40: gaps that differ by less are
 equal, and those that differ by more are too far apart for the last digits of a cubic to reverse them."""
 
+_FAR_NUMBERS = 2**20
+"""Gaps beyond the tables that are worked on together."""
+
 _MANTISSA, _EXPONENT_OF_ONE = 52, 1023
 _TINY = float(np.finfo(np.float64).tiny)
 
@@ -89,14 +92,27 @@ def log_prob(scores: Tensor, noise: Noise) -> Tensor:
     in_threads(lambda start, stop: _log_prob(start, stop, z, out, is_far, *table), z.shape)
     log_prob = torch.from_numpy(out)
     if is_far.any():
-        rows = torch.from_numpy(is_far).nonzero()[:, 0]
-        gaps = _gaps(scores.detach()[rows])
-        row, column = (gaps > table.widest).nonzero(as_tuple=True)
-        tail = smooth.tail_beyond(gaps[row, column], noise, table.widest)
-        log_prob[rows[row], column] += tail.to(log_prob.dtype)
+        # Some rows at a time: memory must not grow with their number.
+        for rows in torch.split(torch.from_numpy(is_far).nonzero()[:, 0], max(1, _FAR_NUMBERS // z.shape[1])):
+            gaps = _gaps(scores.detach()[rows])
+            log_prob[rows] += torch.from_numpy(_tail(gaps.numpy(), noise, table.widest)).to(log_prob.dtype)
     if log_prob.dtype == torch.float64:
         log_prob -= torch.logsumexp(log_prob, dim=1, keepdim=True)
     return log_prob
+
+
+def _tail(gaps: Array, noise: Noise, widest: float) -> Array:
+    """`smooth.tail_beyond`, by straight lines: its formulas are a hundred times as dear as all else."""
+    at, value = _tail_table(noise, widest)
+    tail: Array = np.interp(gaps, at, value) * np.maximum(gaps / at[-1], 1)
+    return tail
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _tail_table(noise: Noise, widest: float) -> tuple[Array, Array]:
+    at = np.geomspace(widest, smooth.widest_gap(noise, -1e6), 4096)
+    return at, smooth.tail_beyond(torch.from_numpy(at), noise, widest).numpy()
 
 
 def log_prob_of(scores: Tensor, noise: Noise, labels: Tensor) -> Tensor:

@@ -94,7 +94,10 @@ class CalibratedModel(nn.Module):
                 raise ValueError(f'augmentations change images, but at is {self.at!r}; pass at="inputs".')
         if self.at == "logits":
             return None
-        return (nn.Identity(), Network(self.model)) if self.at == "inputs" else split(self.model, self.at)
+        if self.at == "inputs":
+            body = _Inputs()
+            return body, _FromInputs(self.model, body)
+        return split(self.model, self.at)
 
     def fit(self, loader: Iterable[Any], *, classes: Any = None, progress: Progress | None = None) -> Self:
         """Learns from batches of (inputs, labels), or of mappings with "labels" and the network's keywords.
@@ -116,6 +119,12 @@ class CalibratedModel(nn.Module):
                     progress(number, max(number, total))
         if not tables:
             raise ValueError("there is nothing to fit on: the loader gave no batch; pass batches of (inputs, labels).")
+        shapes = sorted({tuple(table.shape[1:]) for table, _ in tables})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"the rows of all batches must have the same shape where at is {self.at!r}, but those of shape "
+                f"{' and '.join(map(str, shapes))} came; pad all inputs to one length."
+            )
         features = [own for _, own in tables if own is not None]
         fitted = self._estimator().fit(
             torch.cat([table for table, _ in tables]),
@@ -124,6 +133,7 @@ class CalibratedModel(nn.Module):
             classes=classes,
         )
         self.calibrator = _without_head(fitted)
+        self._make_tables()
         return self
 
     def forward(self, inputs: Any = None, **named: Any) -> Probs:
@@ -146,6 +156,11 @@ class CalibratedModel(nn.Module):
 
     def _answer(self, method: str, inputs: Any, named: Mapping[str, Any]) -> Tensor:
         check_is_fitted(self.calibrator, msg="this CalibratedModel has not learned yet; call fit(val_loader) first.")
+        if torch.compiler.is_compiling() and isinstance(self.calibrator, SampledConsistency):
+            raise ValueError(
+                "random draws cannot be compiled or exported; fit ConsistencyCalibration(), the exact vote at the "
+                "logits, or compile the network before it is wrapped."
+            )
         table, features = self._table(inputs, named)
         # Without the checks of predict_proba, which look at values and could not be exported.
         answer = getattr(self._estimator(), method)(_arrays.to_floating(table), features)
@@ -221,6 +236,34 @@ class CalibratedModel(nn.Module):
         if isinstance(self.calibrator, ConsistencyCalibration) and hasattr(self.calibrator, "classes_"):
             # As with a gradient, for what is compiled for the CPU is not what is exported.
             self.calibrator.predict_log_proba(torch.zeros(1, len(self.calibrator.classes_), requires_grad=True))
+
+
+class _Inputs(nn.Module):
+    """The one input that is perturbed, given by place or by keyword."""
+
+    keyword: str | None = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        if len(inputs) + len(named) != 1:
+            came = ", ".join([*(type(one).__name__ for one in inputs), *named]) or "none"
+            raise TypeError(
+                f'one input is perturbed where at is "inputs", but {came} came; pass the images alone, or perturb a '
+                "layer by its name."
+            )
+        self.keyword, value = (None, inputs[0]) if inputs else next(iter(named.items()))
+        return value  # type: ignore[no-any-return]
+
+
+class _FromInputs(Network):
+    """The network, called as its input was given last."""
+
+    def __init__(self, module: nn.Module, inputs: _Inputs) -> None:
+        super().__init__(module)
+        self.inputs = inputs
+
+    def forward(self, inputs: Tensor) -> Logits:
+        keyword = self.inputs.keyword
+        return super().forward(inputs) if keyword is None else super().forward(**{keyword: inputs})
 
 
 def _without_head(calibrator: Calibrator) -> Calibrator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import warnings
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from poise import _check
-from poise._types import Inputs, Logits
+from poise._types import Logits
 from poise.model.network import Network, evaluating, first_tensor, hooked, logits_of
 
 
@@ -38,6 +39,7 @@ def split(model: nn.Module, layer: str) -> Split:
     Otherwise, which a `RerunWarning` says, the head reruns the whole network with a hook that puts the perturbed
     activation in its place: the same numbers, at the cost of a full pass for every neighbour. Then ``body(inputs)``
     has a row for every input, the activation and behind it the input itself, of which only the first is perturbed.
+    The body takes what the network takes, keywords too: ``body(input_ids=..., attention_mask=...)``.
 
     >>> network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     >>> body, head = split(network, "1")
@@ -138,9 +140,9 @@ class _Body(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         with evaluating(self.module):
-            activation = self.module(inputs)
+            activation = self.module(*inputs, **named)
         if not isinstance(activation, Tensor):
             raise TypeError(
                 f"a layer must give one tensor, but gives a {type(activation).__name__}; name one inside or after it."
@@ -149,31 +151,41 @@ class _Body(nn.Module):
 
 
 class _BodyOfRerun(nn.Module):
-    """Rows that hold the activation and the input, both flat."""
+    """Rows that hold the activation and the inputs, all flat."""
 
     def __init__(self, model: nn.Module, layer: str) -> None:
         super().__init__()
         self.model, self.layer = model, layer
-        self.activation_shape: torch.Size | None = None
-        self.input_shape: torch.Size | None = None
-        self.input_dtype = torch.get_default_dtype()
+        self.activation: _Part | None = None
+        # By place or by keyword, as the network was last called: what each row has of its own, and what all share.
+        self.carried: dict[Any, _Part] = {}
+        self.shared: dict[Any, Any] = {}
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         found: list[Tensor] = []
 
         def keep(module: nn.Module, given: Any, output: Any) -> None:
             found.append(first_tensor(output, self.layer))
 
         with evaluating(self.model), hooked(self.model, self.layer, keep):
-            self.model(inputs)
+            self.model(*inputs, **named)
         if len(found) != 1:
             raise ValueError(
                 f"layer {self.layer!r} must take part once in a pass, but did {len(found)} times; name another layer."
             )
         activation = found[0]
-        self.activation_shape, self.input_shape = activation.shape[1:], inputs.shape[1:]
-        self.input_dtype = inputs.dtype
-        return torch.cat([activation.flatten(1), inputs.flatten(1).to(activation.dtype)], dim=1)
+        arguments: dict[Any, Any] = {**dict(enumerate(inputs)), **named}
+        own = {
+            key: one
+            for key, one in arguments.items()
+            if isinstance(one, Tensor) and one.ndim > 0 and len(one) == len(activation)
+        }
+        self.activation = _Part.of(activation)
+        self.carried = {key: _Part.of(one) for key, one in own.items()}
+        self.shared = {key: one for key, one in arguments.items() if key not in own}
+        parts = [activation, *own.values()]
+        dtype = functools.reduce(torch.promote_types, [_holding(one) for one in parts])
+        return torch.cat([one.reshape(len(one), one.shape[1:].numel()).to(dtype) for one in parts], dim=1)
 
 
 class _HeadOfRerun(nn.Module):
@@ -186,20 +198,44 @@ class _HeadOfRerun(nn.Module):
     @property
     def num_perturbed(self) -> int:
         """How many numbers of a row are perturbed; the rest is carried along."""
-        if self.body.activation_shape is None:
+        return self._activation.shape.numel()
+
+    @property
+    def _activation(self) -> _Part:
+        if self.body.activation is None:
             raise ValueError("the head takes what the body gave, but the body has not run; call body(inputs) first.")
-        return self.body.activation_shape.numel()
+        return self.body.activation
 
     def forward(self, rows: Tensor) -> Logits:
-        body = self.body
-        number = self.num_perturbed
-        assert body.activation_shape is not None  # num_perturbed would have said so
-        assert body.input_shape is not None
-        activation = rows[:, :number].reshape(-1, *body.activation_shape)
-        inputs = rows[:, number:].reshape(-1, *body.input_shape).to(body.input_dtype)
+        body, parts = self.body, [self._activation, *self.body.carried.values()]
+        flat = torch.split(rows, [part.shape.numel() for part in parts], dim=1)
+        activation, *own = [part.again(some) for part, some in zip(parts, flat, strict=True)]
+        arguments: dict[Any, Any] = body.shared | dict(zip(body.carried, own, strict=True))
+        positional = [arguments.pop(key) for key in sorted(key for key in arguments if isinstance(key, int))]
 
         def put(module: nn.Module, given: Any, output: Any) -> Any:
             return activation if isinstance(output, Tensor) else (activation, *output[1:])
 
         with evaluating(body.model), hooked(body.model, body.layer, put):
-            return logits_of(body.model(inputs))
+            return logits_of(body.model(*positional, **arguments))
+
+
+class _Part(NamedTuple):
+    """What a row of a tensor was before it became part of a longer one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Part:
+        return cls(tensor.shape[1:], tensor.dtype)
+
+    def again(self, rows: Tensor) -> Tensor:
+        return rows.reshape(-1, *self.shape).to(self.dtype)
+
+
+def _holding(tensor: Tensor) -> torch.dtype:
+    """The smallest floating type that keeps every digit."""
+    if tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if torch.equal(tensor.float().to(tensor.dtype), tensor) else torch.float64

@@ -177,6 +177,20 @@ def _closest(confidence: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return low, low + count
 
 
+def draw(found: Toy, path: str) -> None:
+    """The error of each estimate against the size of its neighbourhood."""
+    from poise import plots
+
+    kinds = {
+        "confidences within ±": found.window,
+        "nearest confidences, k": found.nearest,
+        "perturbed data, noise ε": found.perturbed,
+    }
+    panels = {name: {"estimate": (curve.sizes, curve.errors)} for name, curve in kinds.items()}
+    figure = plots.sweeps(panels, ylabel="mean error of P(right)", references={"the softmax itself": found.softmax})
+    plots.save(figure, path, dpi=110)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -185,6 +199,7 @@ def main() -> None:
     parser.add_argument("--distance", type=float, default=4.0, help="between the means, in standard deviations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--picture", metavar="FILE", help="the three curves; needs matplotlib")
     arguments = parser.parse_args()
     start = time.perf_counter()
     found = run(
@@ -201,13 +216,16 @@ def main() -> None:
         ("perturbed data, ε", found.perturbed),
     ):
         size, least = curve.best
-        print(f"  {name:<24} least {100 * least:.3f} at {size:.3g}")
-        print("      " + ", ".join(f"{a:.3g}: {100 * b:.3f}" for a, b in zip(curve.sizes, curve.errors, strict=True)))
+        places = [str(one) if isinstance(one, int) else f"{one:.3g}" for one in (size, *curve.sizes)]
+        print(f"  {name:<24} least {100 * least:.3f} at {places[0]}")
+        print("      " + ", ".join(f"{a}: {100 * b:.3f}" for a, b in zip(places[1:], curve.errors, strict=True)))
     print(f"  {'the softmax itself':<24} {100 * found.softmax:.3f}")
     print(f"{time.perf_counter() - start:.0f} seconds")
     if arguments.json:
         with atomic(arguments.json) as temporary:
             temporary.write_text(json.dumps(asdict(found), indent=2), encoding="utf-8")
+    if arguments.picture:
+        draw(found, arguments.picture)
 
 
 if __name__ == "__main__":
