@@ -45,9 +45,9 @@ class ConsistencyCalibration(Calibrator):
     structured affine map under the link, shrunk towards none and fitted through its gradient; "auto" lets 5-fold
     cross-validated likelihood decide between the three. That is the strongest form, and it may move classes.
 
-    Needs no features; a fit costs some dozens of softmaxes per shape, and some hundreds with a map. It errs where the
-    test data are shifted. After the fit: ``noise_``, ``strength_``, ``lapse_``, ``scaling_``, and ``candidates_``, the
-    shapes with their validation scores.
+    Needs no features; a fit takes some dozens of passes over the rows per shape, and about a hundred more, with
+    gradients, for a map. It errs where the test data are shifted. After the fit: ``noise_``, ``strength_``, ``lapse_``,
+    ``scaling_``, and ``candidates_``, the shapes with their validation scores.
 
     >>> logits = torch.tensor([[4.0, 0.0], [3.0, 0.0], [0.0, 5.0], [4.0, 0.0]])
     >>> labels = torch.tensor([0, 0, 1, 1])
