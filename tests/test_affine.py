@@ -20,7 +20,7 @@ from poise.calibrators.affine import (
     StructuredVectorScaling,
     VectorScaling,
 )
-from poise.calibrators.fitting import TINY, Map, Ridge, fit_map
+from poise.calibrators.fitting import TINY, Map, Ridge, fit_map, unthreaded
 from poise.search import BoundWarning
 
 MAPS = {
@@ -304,3 +304,18 @@ def test_the_network_of_the_paper():
     shares = torch.bincount(val[1], minlength=10) / len(val[1])
     torch.testing.assert_close(probs.mean(0), shares.double(), rtol=0, atol=10 * TINY)
     assert metrics.accuracy(vector.predict_proba(test[0]), test[1]) == pytest.approx(0.9498, abs=5e-4)
+
+
+def test_few_scores_are_passed_over_on_one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with unthreaded(torch.zeros(100, 10)):
+            assert torch.get_num_threads() == 1
+        with unthreaded(torch.zeros(2000, 1000)):
+            assert torch.get_num_threads() == 3
+        with pytest.raises(KeyError), unthreaded(torch.zeros(2, 2)):
+            raise KeyError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -14,6 +14,7 @@ from poise._types import Labels, Logits, Probs
 from poise.calibrators import scaling as maps
 from poise.calibrators.base import Calibrator
 from poise.calibrators.criteria import CRITERIA, NLL_FLOOR, PROPER, criterion_value, weighted_mean
+from poise.calibrators.fitting import unthreaded
 from poise.calibrators.lapse import fit_lapse, lapse_and_nll, with_lapse
 from poise.link import Link
 from poise.metrics import Bins
@@ -86,6 +87,11 @@ class ConsistencyCalibration(Calibrator):
         if not isinstance(self.noise, Noise):
             _check.choice(self.noise, ("auto",), "noise (a noise of poise.noise, or a word)")
         shapes = (self.noise,) if isinstance(self.noise, Noise) else SHAPES
+        with unthreaded(logits):
+            self._fit_shapes(shapes, logits, labels, weight)
+
+    def _fit_shapes(self, shapes: tuple[Noise, ...], logits: Logits, labels: Labels, weight: Tensor | None) -> None:
+        """Each of them, and what is chosen among them."""
         self.candidates_ = tuple(self._fit_shape(shape, logits, labels, weight) for shape in shapes)
         best = min(self.candidates_, key=lambda candidate: float(candidate["nll"]))
         self.noise_, self.strength_, self.lapse_ = best["noise"], best["strength"], best["lapse"]

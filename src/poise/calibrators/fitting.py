@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,27 @@ _GRID = tuple(10.0**exponent for exponent in (2, 1, 0, -1, -2, -3, -4))
 _MANY = 40_000
 """Parameters above which a step costs so much that fits end early: 80 steps, on a fold 8 (else 500 and 40)."""
 
+_WORTH_THREADS = 1_000_000
+"""Scores of which one pass takes threads longer than it takes them to meet."""
+
 LossAndGrad = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@contextmanager
+def unthreaded(scores: Logits) -> Iterator[None]:
+    """Thousands of short passes over few scores on one thread.
+
+    Torch's threads wait for each other busily after each pass: beside other work that takes tens of times as long.
+    """
+    before = torch.get_num_threads()
+    if before == 1 or scores.numel() > _WORTH_THREADS or scores.device.type != "cpu":
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Map(NamedTuple):
@@ -91,7 +112,8 @@ def fit_map(
     unit = (curvature + 1e-2 * curvature.mean() + TINY).rsqrt()
     first = center if start is None else torch.cat([part.flatten() for part in start])
     steps = (8 if brief else 80) if len(center) > _MANY else (40 if brief else 500)
-    return unpacked(minimize(loss_and_grad, first, unit=unit, max_steps=steps))
+    with unthreaded(scores):
+        return unpacked(minimize(loss_and_grad, first, unit=unit, max_steps=steps))
 
 
 def fit_tuned(

@@ -13,7 +13,7 @@ from poise import _check
 from poise._types import Labels, Logits
 from poise.calibrators.affine import centered, temperature_of
 from poise.calibrators.base import Calibrator
-from poise.calibrators.fitting import minimize, random_folds
+from poise.calibrators.fitting import minimize, random_folds, unthreaded
 
 CRITERIA = ("nll", "mse")
 
@@ -106,9 +106,10 @@ class ParameterizedTemperatureScaling(Calibrator):
         self.spread_ = spread.clamp(min=1e-3 * float(spread.max())) if bool(spread.max() > 0) else spread + 1
         tempered = (scores - scores.amax(1, keepdim=True)) / self.temperature_
         rows = _Rows((top - self.center_) / self.spread_, tempered, labels, mass)
-        chosen = self._cross_validated(rows[mass > 0]) if self.weight_decay is None else self.weight_decay
-        self.weight_decay_ = float(chosen)
-        self.parameters_ = self._trained(rows, self.weight_decay_, self.num_steps)
+        with unthreaded(scores):
+            chosen = self._cross_validated(rows[mass > 0]) if self.weight_decay is None else self.weight_decay
+            self.weight_decay_ = float(chosen)
+            self.parameters_ = self._trained(rows, self.weight_decay_, self.num_steps)
 
     def _cross_validated(self, rows: _Rows) -> float:
         """The weight decay whose fits on four fifths have the lowest loss on the others, from the strongest down."""
