@@ -208,6 +208,7 @@ def test_arguments_that_are_left_out():
         warnings.simplefilter("error")
         body, head = split(model, "layer1")
     torch.testing.assert_close(head(body(x)), in_eval(model, x), rtol=0, atol=0)
+    torch.testing.assert_close(head(body(images=x)), in_eval(model, x), rtol=0, atol=0)
 
 
 def test_a_layer_that_gives_a_tuple():

@@ -70,19 +70,20 @@ class Link:
         probs = torch.exp(self.log_prob(logits / strength))
         return probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
 
-    def prob_of(self, logits: Logits, labels: Labels, strength: float = 1.0) -> tuple[Tensor, Tensor]:
-        """p of the labeled classes and of the top ones, (n,) and (n,): all that a fit needs. Not differentiable."""
+    def prob_of(self, logits: Logits, labels: Labels, strength: float = 1.0) -> Tensor:
+        """p of one class per row, (n,): all that a fit needs. Not differentiable; as exact as `prob`."""
         noise, unit = _simplest(self.noise)
-        fast = _series_for(noise, logits.detach())
+        scores = logits.detach()
+        fast = _series_for(noise, scores)
         if fast is not None:
-            quick: tuple[Tensor, Tensor] = fast.prob_of(logits.detach(), noise, labels, strength / unit)
+            quick: Tensor = fast.prob_of(scores, noise, labels, strength / unit)[0]
             return quick
-        scaled = logits.detach().double() / strength
-        if isinstance(noise, Gumbel):
-            probs = torch.softmax(scaled * unit, dim=1)
-            return probs.gather(1, labels[:, None])[:, 0], probs.amax(1)
-        of_label, of_top = (self.log_prob_of(scaled, which) for which in (labels, scaled.argmax(1)))
-        return torch.exp(of_label), torch.exp(of_top)
+        return torch.exp(self.log_prob_of(scores / strength, labels))
+
+    def prepared(self, logits: Logits) -> Logits:
+        """The logits as `prob_of` computes best with them at many strengths: doubled, unless a series serves them."""
+        scores = logits.detach()
+        return scores if _series_for(_simplest(self.noise)[0], scores) is not None else scores.double()
 
     def log_prob(self, scaled_logits: Logits) -> Logits:
         """log p, (n, k)."""
