@@ -63,7 +63,7 @@ class Link:
         if isinstance(noise, Gumbel):
             probs = torch.softmax(logits * (unit / strength), dim=1)
             return probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
-        fast = _series_for(noise, logits)
+        fast = _quick_form(noise, logits)
         if fast is not None:
             quick: Probs = fast.prob(logits, noise, strength / unit, lapse)
             return quick
@@ -74,7 +74,7 @@ class Link:
         """p of one class per row, (n,): all that a fit needs. Not differentiable; as exact as `prob`."""
         noise, unit = _simplest(self.noise)
         scores = logits.detach()
-        fast = _series_for(noise, scores)
+        fast = _quick_form(noise, scores)
         if fast is not None:
             quick: Tensor = fast.prob_of(scores, noise, labels, strength / unit)[0]
             return quick
@@ -83,7 +83,7 @@ class Link:
     def prepared(self, logits: Logits) -> Logits:
         """The logits as `prob_of` computes best with them at many strengths: doubled, unless a series serves them."""
         scores = logits.detach()
-        return scores if _series_for(_simplest(self.noise)[0], scores) is not None else scores.double()
+        return scores if _quick_form(_simplest(self.noise)[0], scores) is not None else scores.double()
 
     def log_prob(self, scaled_logits: Logits) -> Logits:
         """log p, (n, k)."""
@@ -217,16 +217,18 @@ def _can_compile(noise: Noise, scores: Logits) -> bool:
     return has_form and scores.device.type == "cpu" and _is_plain(scores) and _has("numba")
 
 
-def _series_for(noise: Noise, logits: Logits) -> Any:
-    """The module that computes with series on the logits' device, if there is one for what is asked."""
-    is_single = logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    if not is_single or not _is_plain(logits) or not _is_tabulated(noise) or not has_series(noise):
+def _quick_form(noise: Noise, logits: Logits) -> Any:
+    """The module that has p in single precision on the logits' device, if there is one for the noise."""
+    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not _is_plain(logits):
         return None
-    if logits.device.type == "cpu":
-        return importlib.import_module("poise.link.series_cpu") if _has("numba") else None
-    if logits.device.type == "cuda":
-        return importlib.import_module("poise.link.series_gpu") if _has("triton") else None
-    return None
+    if isinstance(noise, Uniform):
+        forms = {"cuda": ("uniform_gpu", "triton")}
+    elif _is_tabulated(noise) and has_series(noise):
+        forms = {"cpu": ("series_cpu", "numba"), "cuda": ("series_gpu", "triton")}
+    else:
+        return None
+    form, needed = forms.get(logits.device.type, ("", ""))
+    return importlib.import_module(f"poise.link.{form}") if form and _has(needed) else None
 
 
 def _is_plain(logits: Logits) -> bool:

@@ -114,9 +114,7 @@ def has_series(noise: Noise) -> bool:
     return series(noise).error <= 1
 
 
-def _fit_log_cdf(
-    noise: Noise, nodes: Tensor, reach: float, bend: float, num_blocks: int
-) -> tuple[Tensor, float]:
+def _fit_log_cdf(noise: Noise, nodes: Tensor, reach: float, bend: float, num_blocks: int) -> tuple[Tensor, float]:
     """A by weighted least squares, and its largest error in units of what is allowed."""
     x = _chebyshev_points(240)
     gap = _gap(x, reach, bend)

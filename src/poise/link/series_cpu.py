@@ -59,7 +59,10 @@ def tables(noise: Noise) -> Tables:
     hazard = torch.where(own.hazard < _NEXT_TO_NOTHING, 0, own.hazard).transpose(1, 2)
     arrays = (own.to_log_largest, hazard[:, -1], hazard[:, :-1], own.to_curve.T, own.ends)
     return Tables(
-        _f(own.reach), _f(own.bend), _f(math.exp(ENOUGH)), *(np.ascontiguousarray(a.numpy(), np.float32) for a in arrays)
+        _f(own.reach),
+        _f(own.bend),
+        _f(math.exp(ENOUGH)),
+        *(np.ascontiguousarray(a.numpy(), np.float32) for a in arrays),
     )
 
 
@@ -171,9 +174,7 @@ def _gaps(scores: Array, gaps: Array, per_unit: np.float32) -> None:
 
 
 @summing
-def _add_moments(
-    gaps: Array, low: Array, high: Array, moments: Array, reach: np.float32, bend: np.float32
-) -> None:
+def _add_moments(gaps: Array, low: Array, high: Array, moments: Array, reach: np.float32, bend: np.float32) -> None:
     """m_r = Σ_j y_j^16 Q_r(x_j)."""
     moments[:] = 0
     stretch = _TWO * (bend + reach) / reach

@@ -25,11 +25,16 @@ from poise._types import Labels, Logits, Probs
 from poise.link.series import ENOUGH, series
 from poise.noise import Noise
 
-_SIZE = 64
+_OF_MOMENTS = {"SIZE": 64, "num_warps": 1}
 """Classes that a warp takes at a time: two a thread, whose sums fit its registers."""
 
-_ROWS, _NODES = 32, 32
-"""Of a tile of `_curves`."""
+_OF_PROBS = {"SIZE": 128, "num_warps": 1}
+
+_OF_CURVES = {"ROWS": 16, "TILE": 16, "PRECISION": "ieee", "num_warps": 4}
+"""A tile of rows and nodes, and how its matrix products are made."""
+
+_NODES = 32
+"""The number of nodes is padded to a multiple of this, the largest tile."""
 
 _SCRATCH_BYTES = 4 * 2**20
 
@@ -93,8 +98,7 @@ def prob(scores: Logits, noise: Noise, strength: float = 1.0, lapse: float = 0.0
             table.bend,
             lapse,
             STRIDE=curves.shape[1],
-            SIZE=_SIZE,
-            num_warps=1,
+            **_OF_PROBS,
         )
     return out
 
@@ -127,7 +131,7 @@ def _curves_of(scores: Logits, table: Tables, strength: float) -> Iterator[tuple
     """The first row of each portion, and the portion's curves."""
     num_rows, num_classes = scores.shape
     stride = table.num_moments + _SPARE
-    most = max(_ROWS, _SCRATCH_BYTES // (4 * stride))
+    most = max(64, _SCRATCH_BYTES // (4 * stride))
     scratch = torch.empty(min(num_rows, most), stride, device=scores.device)
     for start in range(0, num_rows, most):
         curves = scratch[: min(most, num_rows - start)]
@@ -140,10 +144,9 @@ def _curves_of(scores: Logits, table: Tables, strength: float) -> Iterator[tuple
             table.bend,
             STRIDE=stride,
             MOMENTS=table.num_moments,
-            SIZE=_SIZE,
-            num_warps=1,
+            **_OF_MOMENTS,
         )
-        _curves[(triton.cdiv(len(curves), _ROWS),)](
+        _curves[(triton.cdiv(len(curves), _OF_CURVES["ROWS"]),)](
             curves,
             table.to_log_largest,
             table.ends,
@@ -156,10 +159,7 @@ def _curves_of(scores: Logits, table: Tables, strength: float) -> Iterator[tuple
             MOMENTS=table.num_moments,
             SCALES=len(table.points),
             NODES=len(table.ends),
-            ROWS=_ROWS,
-            TILE=_NODES,
-            PRECISION="ieee",
-            num_warps=4,
+            **_OF_CURVES,
         )
         yield start, curves
 
