@@ -185,6 +185,7 @@ def _log_prob(
                     curve[edge, 0] = math.log(p + _TINY)
                     curve[edge, 1] = slope / (p + _TINY)
                 known = cell + 1
+                _flatten(curve, cell, edges)
                 _hermite(curve, cell, edges, cubic)
         for j in range(len(places)):
             # Nothing is surer than sure, not even by the last digit of a table.
@@ -326,6 +327,14 @@ def _hermite(curve: Array, cell: int, edges: Array, cubic: Array) -> None:
     cubic[cell, 1] = left
     cubic[cell, 2] = 3 * rise - 2 * left - right
     cubic[cell, 3] = left + right - 2 * rise
+
+
+@compiled
+def _flatten(curve: Array, cell: int, edges: Array) -> None:
+    """Slopes with which the cubic falls as the curve does: where p underflows it bends too sharply for its own."""
+    steepest = 3 * min(curve[cell + 1, 0] - curve[cell, 0], 0.0) / (edges[cell + 1] - edges[cell])
+    for edge in range(cell, cell + 2):
+        curve[edge, 1] = max(curve[edge, 1], steepest)
 
 
 @compiled
