@@ -90,7 +90,10 @@ def run(
         }
         times = medians(predicting, device, _ROUNDS)
         progress(f"{noise}: fitting")
-        fitting: dict[str, Callable[[], object]] = {"softmax": softmax, "fit": functools.partial(calibrator.fit, logits, labels)}
+        fitting: dict[str, Callable[[], object]] = {
+            "softmax": softmax,
+            "fit": functools.partial(calibrator.fit, logits, labels),
+        }
         fits = medians(fitting, device, _ROUNDS_OF_FITS)
         softmaxes.append(times["softmax"])
         costs.append(

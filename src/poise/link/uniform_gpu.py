@@ -47,7 +47,7 @@ def _run(scores: Logits, out: Tensor, labels: Labels | None, strength: float, la
     """Starts the kernel; returns the rows that it left alone."""
     num_rows, num_classes = scores.shape
     rule = _rule(scores.device)
-    most = _SCRATCH_BYTES // (4 * _MOST)
+    most = max(1, _SCRATCH_BYTES // (4 * _MOST))
     near = torch.empty(min(num_rows, most), _MOST, dtype=torch.int32, device=scores.device)
     within = torch.empty(num_rows, dtype=torch.int32, device=scores.device)
     for start in range(0, num_rows, most):
