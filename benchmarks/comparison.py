@@ -1,7 +1,8 @@
 """Every method on every set of a folder, as `poise compare` prints it, and a summary over the sets.
 
 Run it as ``python benchmarks/comparison.py FOLDER > docs/comparison.md``, where FOLDER holds pairs ``NAME.val.npz`` and
-``NAME.test.npz``. What takes long is said on standard error.
+``NAME.test.npz``. What takes long is said on standard error. With ``--json`` every set that is finished is kept, so
+that a run can be broken off and gone on with, and several runs can share the sets among them by ``--only``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import poise
 from poise import Comparison
 from poise.cli.compare import show
 from poise.cli.screen import Screen
-from poise.compare.methods import short
+from poise.compare.methods import default_methods, short, variants
 
 _COMMAND = "poise compare --val {name}.val.npz --test {name}.test.npz"
 
@@ -31,7 +32,7 @@ This page is what `python benchmarks/comparison.py FOLDER` prints: first a summa
     {command}
 
 on the folder's pairs NAME.val.npz and NAME.test.npz. Rows are sorted by NLL; how to read the marks, the small figures
-and the noise floor stands under the first table and holds for all.
+and the noise floor stands under the first table and holds for all. "variants" are other published forms of a method.
 """
 
 
@@ -74,16 +75,30 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     return "\n".join([*lines, *(line for _, line in sorted(kept))])
 
 
+def needs_features(comparisons: Sequence[Comparison]) -> str:
+    """Which methods are missing from most tables, and why."""
+    known = default_methods(with_features=True) | variants(with_features=True)
+    names = [short(name) for name, calibrator in known.items() if calibrator.needs_features]
+    having = sum(any(short(row.method) in names for row in found.rows) for found in comparisons)
+    return (
+        f"With the network's features, which {having} of these sets have, and missing in the tables of the others:\n"
+        f"{', '.join(names)}.\nTheir means are over other sets than the rest. `SampledConsistency`, the paper's own "
+        "way by random\ndraws, is left out for its time: `--methods all` has it, and the README on the paper's network."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--methods", default="default", help="as for poise compare")
+    parser.add_argument("--methods", default="default,variants", help="as for poise compare")
+    parser.add_argument("--only", nargs="*", help="names of sets")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--json", type=Path, metavar="FOLDER", help="keep every comparison there, and take what is there"
     )
     arguments = parser.parse_args()
     names = sorted(path.name.removesuffix(".val.npz") for path in arguments.folder.glob("*.val.npz"))
+    names = [name for name in names if arguments.only is None or name in arguments.only]
     if not names:
         parser.error(f"no NAME.val.npz in {arguments.folder}; pass the folder that holds the logits")
     comparisons = []
@@ -109,8 +124,12 @@ def main() -> None:
         "\nNLL and ECE as measured, divided by those of temperature scaling, geometric means over the sets; accuracy: "
         "mean change in\npercentage points. The times are of one thread of a machine busy with other work."
     )
+    print(f"\n{needs_features(comparisons)}")
     for index, (name, found) in enumerate(zip(names, comparisons, strict=False)):
-        print(f"\n## {name}\n\n```text no-run\n{printed(found, with_legend=index == 0)}\n```")
+        text = f"```text no-run\n{printed(found, with_legend=index == 0)}\n```"
+        if index:
+            text = f"<details><summary>the table</summary>\n\n{text}\n\n</details>"
+        print(f"\n## {name}\n\n{text}")
 
 
 if __name__ == "__main__":

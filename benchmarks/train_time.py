@@ -1,10 +1,10 @@
 """The paper's train-time rows on networks of one's own: all runs by one command, their table by another.
 
     python benchmarks/train_time.py train IMAGES RUNS    trains and extracts, most important first; goes on if stopped
-    python benchmarks/train_time.py table [RUNS]           the table, from the logits that are there; or that ship
-    python benchmarks/train_time.py ship RUNS FOLDER       what the package keeps of the runs: all but weights, features
+    python benchmarks/train_time.py table [RUNS]         the table, from the logits that are there; or that ship
+    python benchmarks/train_time.py ship RUNS FOLDER     what the package keeps of the runs: all but weights, features
 
-IMAGES holds CIFAR-10 as `poise train` takes it. RUNS/NAME is a run, RUNS/NAME/scores its logits and features.
+IMAGES holds CIFAR-10 as `poise train` takes it. RUNS/NETWORK.LOSS is a run, its folder scores has logits and features.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,29 +91,47 @@ def in_paper(network: str, loss: str) -> list[dict[str, float]]:
     ]
 
 
-def train(images: Path, runs: Path, recipe: str, epochs: int | None) -> None:
-    """Every run that is not there yet, each a `poise train` and a `poise extract`."""
-    runs.mkdir(exist_ok=True)
-    for network, loss in RUNS:
-        run = runs / f"{network}.{loss}"
-        if (run / "scores" / "test.npz").exists():
-            continue
-        poise_command = [sys.executable, "-m", "poise.cli"]
-        options = ["--data", images, "--network", network, "--loss", loss, "--recipe", recipe, "-o", run]
-        options += [] if epochs is None else ["--epochs", epochs]
-        options += ["--resume"] if run.exists() else []
-        subprocess.run([*poise_command, "train", *map(str, options)], check=True)
-        subprocess.run([*poise_command, "extract", str(run), "-o", str(run / "scores")], check=True)
+def train(given: argparse.Namespace) -> None:
+    """Every run that is not there yet, each a `poise train` and a `poise extract`, until the time is over."""
+    end = time.monotonic() + 60 * given.minutes
+    given.runs.mkdir(exist_ok=True)
+    names = [".".join(one) for one in RUNS]
+    for name in given.only or names:
+        if name not in names:
+            raise SystemExit(f"--only must name runs of {', '.join(names)}, but {name!r} came.")
+        network, _, loss = name.partition(".")
+        run = given.runs / name
+        if not (run / "scores" / "test.npz").exists():
+            options = ["--data", given.images, "--network", network, "--loss", loss, "--recipe", given.recipe]
+            options += ["--checkpoint-every", 5, "-o", run]
+            options += [] if given.epochs is None else ["--epochs", given.epochs]
+            options += ["--compile"] if given.compile else []
+            options += ["--resume"] if run.exists() else []
+            features = "--features" if given.features else "--no-features"
+            for command in (["train", *options], ["extract", run, "-o", run / "scores", features]):
+                call([sys.executable, "-m", "poise.cli", *map(str, command)], end - time.monotonic())
+        if given.ship is not None:
+            ship(given.runs, given.ship)
+
+
+def call(command: Sequence[str], seconds: float) -> None:
+    try:
+        subprocess.run(command, check=True, timeout=max(seconds, 0))
+    except subprocess.TimeoutExpired:
+        # A run that is killed loses what came after its last checkpoint, no more.
+        raise SystemExit("the time is over; the same command goes on from the last checkpoint.") from None
 
 
 def ship(runs: Path, folder: Path) -> None:
     """Configuration, log, logits, labels and class names of every finished run, in new folders of the same names.
 
-    Prints the data card's line of each.
+    Prints the data card's line of each. What is in the folder already stays as it is.
     """
     for run in sorted(path.parent.parent for path in runs.glob("*/scores/test.npz")):
         kept = folder / run.name
-        (kept / "scores").mkdir(parents=True)
+        if (kept / "scores" / "test.npz").exists():
+            continue
+        (kept / "scores").mkdir(parents=True, exist_ok=True)
         config = json.loads((run / "config.json").read_text("utf-8"))
         (kept / "config.json").write_text(json.dumps(config | {"data": None}, indent=2) + "\n", encoding="utf-8")
         shutil.copy(run / "log.csv", kept)
@@ -158,39 +179,69 @@ def sampled(logits: Tensor, labels: Tensor, test: Tensor, num_seeds: int) -> Ite
 
 def table(runs: Path, num_seeds: int, resamples: int) -> None:
     """base, TS, CC sampled and CC exact of every run that has its scores, beside the paper's figures."""
+    kept = [name for name in RUNS if (runs / ".".join(name) / "scores" / "test.npz").exists()]
+    found = {name: row(runs / ".".join(name), num_seeds, resamples) for name in kept}
+    columns = ("base", "+TS", "+CC sampled", "+CC exact")
     print(
-        "Percent, NLL in nats times 100 with floor 1e-12; 95 % intervals of the test rows in brackets; CC sampled is "
-        f"the mean of {num_seeds} seeds ± the deviation of one."
+        "95 % intervals in brackets, of the test rows alone and less the upward bias of calibration errors; CC sampled "
+        f'is the mean of {num_seeds} seeds ± the deviation of one. "paper" are its networks, base and +CC.'
     )
-    print(f"\n| network | loss | | {' | '.join(METRICS)} |\n|---|---|---|{'---|' * len(METRICS)}")
-    for network, loss in RUNS:
-        scores = runs / f"{network}.{loss}" / "scores"
-        if not (scores / "test.npz").exists():
-            continue
-        val, test = poise.read_scores(scores / "val.npz"), poise.read_scores(scores / "test.npz")
-        logits, labels, rows, truth = val.as_logits().float(), val.labels, test.as_logits().float(), test.labels
-        assert labels is not None
-        assert truth is not None
-        head = f"| {network} | {loss} |"
-        single = {
-            "base": torch.softmax(rows, 1),
-            "TS": poise.TemperatureScaling().fit(logits, labels).predict_proba(rows),
-            "CC exact": poise.ConsistencyCalibration().fit(logits, labels).predict_proba(rows),
+    for metric in METRICS:
+        unit = "nats times 100, floor 1e-12" if metric == "NLL" else "percent"
+        print(f"\n### {metric}, {unit}\n\n| network, loss | {' | '.join(columns)} | paper: base | paper: +CC |")
+        print("|---|" + "---|" * (len(columns) + 2))
+        for name in kept:
+            theirs = [f"{one[metric]:.{1 if metric == 'NLL' else 2}f}" for one in in_paper(*name)] or ["", ""]
+            ours = [found[name][column][metric] for column in columns]
+            print("|", ", ".join(name), "|", " | ".join([*ours, *theirs]), "|")
+    print("\n### +CC exact less +TS, on the same rows, and what was fitted\n")
+    print("| network, loss | ECE | NLL | shape of the noise | temperature |\n|---|---|---|---|---|")
+    for name in kept:
+        print("|", ", ".join(name), "|", " | ".join(found[name]["difference"].values()), "|")
+
+
+def row(run: Path, num_seeds: int, resamples: int) -> dict[str, dict[str, str]]:
+    """Every cell of a run: by column, then by metric."""
+    val, test = (poise.read_scores(run / "scores" / f"{split}.npz") for split in ("val", "test"))
+    logits, labels, rows, truth = val.as_logits().float(), val.labels, test.as_logits().float(), test.labels
+    assert labels is not None
+    assert truth is not None
+    exact = poise.ConsistencyCalibration().fit(logits, labels)
+    tempered = poise.TemperatureScaling().fit(logits, labels)
+    single = {
+        "base": torch.softmax(rows, 1),
+        "+TS": tempered.predict_proba(rows),
+        "+CC exact": exact.predict_proba(rows),
+    }
+    cells = {
+        column: {
+            name: in_brackets(metrics.interval(metric, probs, truth, resamples=resamples), scale, "")
+            for name, (metric, scale) in METRICS.items()
         }
-        for name, probs in single.items():
-            cells = [interval(metric, scale, probs, truth, resamples) for metric, scale in METRICS.values()]
-            print(head, name, "|", " | ".join(cells), "|", flush=True)
-        seeds = [figures(probs, truth) for probs in sampled(logits, labels, rows, num_seeds)]
-        means = {name: statistics.mean(seed[name] for seed in seeds) for name in METRICS}
-        spread = {name: statistics.pstdev(seed[name] for seed in seeds) for name in METRICS}
-        print(head, "CC sampled |", " | ".join(f"{means[m]:.2f} ± {spread[m]:.2f}" for m in METRICS), "|", flush=True)
-        for name, theirs in zip(("paper: base", "paper: CC"), in_paper(network, loss), strict=False):
-            print(head, name, "|", " | ".join(f"{value:g}" for value in theirs.values()), "|", flush=True)
+        for column, probs in single.items()
+    }
+    seeds = [figures(probs, truth) for probs in sampled(logits, labels, rows, num_seeds)]
+    cells["+CC sampled"] = {
+        name: f"{statistics.mean(seed[name] for seed in seeds):.2f} ± "
+        f"{statistics.pstdev(seed[name] for seed in seeds):.2f}"
+        for name in METRICS
+    }
+    cells["difference"] = {
+        name: in_brackets(
+            metrics.paired_difference(METRICS[name][0], single["+CC exact"], single["+TS"], truth, resamples=resamples),
+            100,
+            "+",
+        )
+        for name in ("ECE", "NLL")
+    } | {"shape": str(exact.noise_), "temperature": f"{tempered.temperature_:.2f}"}
+    print(f"{run.name}: done", file=sys.stderr, flush=True)
+    return cells
 
 
-def interval(metric: Callable[..., float], scale: float, probs: Tensor, labels: Tensor, resamples: int) -> str:
-    found = metrics.interval(metric, probs, labels, resamples=resamples)
-    return f"{scale * found.value:.2f} [{scale * found.low:.2f}, {scale * found.high:.2f}]"
+def in_brackets(found: Any, scale: float, sign: str) -> str:
+    """A value and its interval."""
+    value, low, high = (f"{scale * one:{sign}.2f}" for one in (found.value, found.low, found.high))
+    return f"{value} [{low}, {high}]"
 
 
 def main() -> None:
@@ -201,7 +252,12 @@ def main() -> None:
     training.add_argument("runs", type=Path)
     training.add_argument("--recipe", default="short", help="short (default) or paper")
     training.add_argument("--epochs", type=int, help="the recipe in so many epochs")
-    training.set_defaults(do=lambda given: train(given.images, given.runs, given.recipe, given.epochs))
+    training.add_argument("--only", nargs="+", metavar="NETWORK.LOSS", help="these runs, in this order")
+    training.add_argument("--minutes", type=float, default=math.inf, help="stop after so many; the rest another time")
+    training.add_argument("--compile", action="store_true", help="as poise train has it: worth it on a GPU")
+    training.add_argument("--no-features", dest="features", action="store_false", help="extract logits alone")
+    training.add_argument("--ship", type=Path, metavar="FOLDER", help="ship there whatever is finished")
+    training.set_defaults(do=train)
     tabling = commands.add_parser("table", help="the table, from the logits that are there")
     tabling.add_argument("runs", type=Path, nargs="?", default=SHIPPED, help="default: the runs that ship")
     tabling.add_argument("--seeds", type=int, default=5)

@@ -218,6 +218,7 @@ BAD_PROBS = {
         LOGITS,
         r"must lie between 0 and 1, but came with values from .*; if these are logits, pass torch.softmax",
     ),
+    "percent": (PROBS * 100, "must sum to 1, but all sum to about 100, so these look like percentages; divide them by"),
     "no sum": (PROBS * 0.9, r"each row of probs must sum to 1, but row \d+ sums to 0.9; if these are logits"),
     "nan": (holding(np.nan), "probs must be finite, but row 7 holds NaN"),
 }

@@ -68,6 +68,8 @@ def folder(tmp_path, shipped, monkeypatch):
     np.savez(tmp_path / "probs.npz", probs=probs, labels=labels)
     np.savez(tmp_path / "probs_as_logits.npz", logits=probs, labels=labels)
     np.savez(tmp_path / "logits_as_probs.npz", probs=logits, labels=labels)
+    np.savez(tmp_path / "empty.npz", logits=logits[:0], labels=labels[:0])
+    np.savez(tmp_path / "percent.npz", probs=100 * probs, labels=labels)
     np.savez(tmp_path / "one_class.npz", logits=logits, labels=0 * labels)
     (tmp_path / "truncated.npz").write_bytes((tmp_path / "val.npz").read_bytes()[:500])
     save_file({"weight": logits}, tmp_path / "network.safetensors")
@@ -239,6 +241,10 @@ REFUSED = {
     "seed": ("fit val.npz -o c.safetensors --method sampled --seed -1", "seed must be a whole number"),
     "NaN": ("fit nan.npz -o c.safetensors", "row 3 holds NaN"),
     "no labels": ("fit unlabelled.npz -o c.safetensors", "holds no labels"),
+    "no rows to fit": ("fit empty.npz -o c.safetensors", "nothing to fit on: 0 samples came"),
+    "no rows to apply to": ("apply cal.safetensors empty.npz -o p.npz", "holds 0 rows, so there is nothing to apply"),
+    "no rows to score": ("evaluate empty.npz", "nothing to score: 0 rows came"),
+    "percent": ("evaluate percent.npz", "these look like percentages; divide them by 100"),
     "one class": ("fit one_class.npz -o c.safetensors", "only one class"),
     "probs as logits": ("fit probs_as_logits.npz -o c.safetensors", "look like probabilities"),
     "truncated": ("fit truncated.npz -o c.safetensors", "truncated or of another kind"),

@@ -17,7 +17,7 @@ import torch
 import poise
 from poise import metrics, zoo
 from poise.calibrators.base import CALIBRATORS, Calibrator
-from poise.compare import MEASURES, Comparison, default_methods, named
+from poise.compare import MEASURES, Comparison, default_methods, methods, named
 from poise.compare import measures as measured
 from poise.compare import run as running
 from poise.compare.formats import tex
@@ -297,6 +297,21 @@ def test_default_methods_come_from_the_registry():
     without = {name.partition("(")[0] for name in default_methods(with_features=False)}
     assert names - without == needy
     assert next(iter(default_methods(with_features=False))) == "TemperatureScaling"
+
+
+def test_variants_are_methods_in_another_form():
+    known = default_methods(with_features=True)
+    for with_features in (False, True):
+        found = methods.variants(with_features=with_features)
+        assert not set(found) & set(known)
+        for name, calibrator in found.items():
+            assert name == label(calibrator) == label(named(short(name)))
+            assert name.partition("(")[0] in known
+            assert with_features or not calibrator.needs_features
+        everything = methods.chosen("all", with_features=with_features)
+        default = methods.chosen("default", with_features=with_features)
+        assert list(everything) == [*default, *found, "paper"]
+        assert methods.chosen(["default", "variants"], with_features=with_features).keys() == (default | found).keys()
 
 
 @pytest.mark.parametrize(

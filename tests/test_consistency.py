@@ -89,6 +89,22 @@ def test_the_optimum_is_exact(noise):
     assert slope(strength * 1.1) > 2e-3
 
 
+@pytest.mark.parametrize("noise", [Gaussian(), Gumbel()], ids=repr)
+def test_few_wrong_rows_are_seen_wherever_they_stand(noise):
+    """The first look is at every other row here, all of them right: the more certain, the better, it seems."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4000, 4, generator=generator) * 3
+    logits[:, 0] += 12
+    labels = logits.argmax(1)
+    labels[1::400] = logits[1::400].topk(2).indices[:, 1]
+    order = torch.randperm(4000, generator=generator)
+    apart, mixed = (
+        ConsistencyCalibration(noise, lapse=False).fit(logits[rows], labels[rows]).strength_
+        for rows in (torch.arange(4000), order)
+    )
+    assert apart == pytest.approx(mixed, rel=1e-3)
+
+
 @pytest.mark.parametrize("criterion", ["nll", "brier", "ece"])
 @pytest.mark.parametrize("factor", [1e-3, 40.0])
 def test_the_strength_scales_with_the_logits(criterion, factor):

@@ -70,6 +70,7 @@ EXAMPLES: dict[str, Example] = {
     "consistency-adaptive": Example(lambda: poise.ConsistencyCalibration(LogGamma(0.25), "adaptive_ece")),
     "consistency-vector": Example(lambda: poise.ConsistencyCalibration(Gaussian(), scaling="vector"), order=False),
     "consistency-matrix": Example(lambda: poise.ConsistencyCalibration(LogGamma(0.25), scaling="matrix"), order=False),
+    "consistency-auto": Example(lambda: poise.ConsistencyCalibration(scaling="auto"), order=False),
     "ensemble": Example(poise.EnsembleTemperatureScaling, scale=None),
     "ensemble-mse": Example(lambda: poise.EnsembleTemperatureScaling(criterion="mse"), scale=None),
     "parameterized": Example(poise.ParameterizedTemperatureScaling),

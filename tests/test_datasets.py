@@ -166,7 +166,10 @@ def write_mosaics(folder, counts=(4, 4, 2), suffix="webp", num_labels=None):
         tiles = RNG.integers(256, size=(count, 32, 32, 3), dtype=np.uint8)
         mosaic = tiles.reshape(count // 2, 2, 32, 32, 3).transpose(0, 2, 1, 3, 4).reshape(count // 2 * 32, 64, 3)
         name = f"train_{number:02d}" if number < 2 else "test_00"
-        Image.fromarray(mosaic).save(folder / f"{name}.{suffix}", lossless=True)
+        if suffix == "npy":
+            np.save(folder / f"{name}.npy", mosaic)
+        else:
+            Image.fromarray(mosaic).save(folder / f"{name}.{suffix}", lossless=True)
         images[name.split("_")[0]].append(tiles.transpose(0, 3, 1, 2))
     stacked = {part: np.concatenate(tiles) for part, tiles in images.items()}
     labels = {part: RNG.integers(10, size=num_labels or len(tiles)) for part, tiles in stacked.items()}
@@ -174,9 +177,11 @@ def write_mosaics(folder, counts=(4, 4, 2), suffix="webp", num_labels=None):
     return stacked, labels
 
 
-@pytest.mark.parametrize("suffix", ["webp", "png"])
-def test_mosaics(tmp_path, suffix):
+@pytest.mark.parametrize("suffix", ["webp", "png", "npy"])
+def test_mosaics(tmp_path, suffix, monkeypatch):
     images, labels = write_mosaics(tmp_path, suffix=suffix)
+    if suffix == "npy":
+        monkeypatch.setitem(sys.modules, "PIL", None)
     for read, part in zip(cifar.read_cifar(tmp_path, cifar.CIFAR10), ("train", "test"), strict=True):
         np.testing.assert_array_equal(read.pixels, images[part])
         assert read.labels.tolist() == labels[part].tolist()
@@ -197,6 +202,20 @@ def test_damaged_mosaics_are_refused(tmp_path):
     for file in tmp_path.glob("*.webp"):
         file.unlink()
     with pytest.raises(FileNotFoundError, match=r"has labels.npz but no mosaics"):
+        cifar.read_cifar(tmp_path, cifar.CIFAR10)
+
+
+def test_damaged_arrays_are_refused(tmp_path):
+    write_mosaics(tmp_path, suffix="npy")
+    whole = (tmp_path / "train_01.npy").read_bytes()
+    (tmp_path / "train_01.npy").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"train_01.npy cannot be read as an array: it is truncated"):
+        cifar.read_cifar(tmp_path, cifar.CIFAR10)
+    np.save(tmp_path / "train_01.npy", np.zeros((64, 64, 3)))
+    with pytest.raises(ValueError, match=r"must hold bytes \(h, w, 3\), but holds float64 of shape \(64, 64, 3\)"):
+        cifar.read_cifar(tmp_path, cifar.CIFAR10)
+    np.save(tmp_path / "train_01.npy", np.array([print]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"train_01.npy cannot be read as an array"):
         cifar.read_cifar(tmp_path, cifar.CIFAR10)
 
 

@@ -162,6 +162,26 @@ def test_the_first_grid_may_be_coarse():
     assert found.value == valley(2.0)(found.argument)
 
 
+@pytest.mark.parametrize("smooth", [True, False])
+@pytest.mark.parametrize(
+    "stand_in",
+    [valley(0.02), valley(40.0), valley(1e-5), each(lambda x: 0.5), each(math.log), lambda x: max(math.log(x), 0.0)],
+    ids=["far below", "far above", "beyond the range", "flat", "falling to the end", "flat below"],
+)
+def test_a_coarse_grid_that_misleads_does_not_count(smooth, stand_in):
+    """As of rows among which none is wrong: the answer is the objective's all the same, without a word."""
+    coarse = stand_in if hasattr(stand_in, "asked") else each(stand_in)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = minimize(each(valley(2.0)), 1.0, smooth=smooth, coarse=coarse)
+    assert found.argument == pytest.approx(2.0, rel=1e-4 if smooth else 5e-3)
+
+
+def test_an_end_of_the_range_warns_behind_a_coarse_grid_too():
+    with pytest.warns(BoundWarning):
+        minimize(each(math.log), 1.0, smooth=True, coarse=each(valley(1.0)))
+
+
 # The data's own scale
 
 

@@ -230,6 +230,43 @@ def test_a_silent_network_is_temperature_scaling():
     torch.testing.assert_close(decayed.predict_proba(logits), expected.predict_proba(logits), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("criterion", ["nll", "mse"])
+def test_the_gradient_of_the_network_is_that_of_its_loss(criterion):
+    """At the numbers found, the loss by its formula has no slope."""
+    logits, labels, _ = by_confidence(n=400)
+    calibrator = ParameterizedTemperatureScaling(
+        num_layers=1, num_nodes=2, criterion=criterion, weight_decay=1.0, num_steps=3000
+    ).fit(logits, labels)
+
+    def loss(parameters):
+        calibrator.parameters_ = parameters
+        probs = calibrator.predict_proba(logits)
+        if criterion == "nll":
+            value = -torch.log(probs[torch.arange(400), labels]).mean()
+        else:
+            value = (probs - torch.nn.functional.one_hot(labels, 4)).square().sum(1).mean()
+        weights = torch.cat([parameters[:8], parameters[10:12]])
+        return value + weights.square().sum() / 400
+
+    found = calibrator.parameters_.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(found), found)
+    assert float(slope.abs().max()) < 1e-6
+    (far,) = torch.autograd.grad(loss(found + 0.1), found)
+    assert float(far.abs().max()) > 1e-4
+
+
+def test_the_weight_decay_is_the_one_of_least_loss_on_rows_held_out():
+    """Much of the network where temperatures differ, and next to nothing where they do not."""
+    logits, labels, _ = by_confidence()
+    assert ParameterizedTemperatureScaling().fit(logits, labels).weight_decay_ < 50
+    plain, truth = sample(n=3000, k=4)
+    calibrator = ParameterizedTemperatureScaling().fit(plain, truth)
+    common = TemperatureScaling().fit(plain, truth).predict_proba(plain)
+    torch.testing.assert_close(calibrator.predict_proba(plain), common, rtol=0, atol=0.05)
+    given = ParameterizedTemperatureScaling(weight_decay=3.0).fit(plain, truth)
+    assert given.weight_decay_ == 3.0
+
+
 def test_temperatures_stay_within_a_factor_of_twenty():
     logits, labels, _ = by_confidence(n=300)
     calibrator = ParameterizedTemperatureScaling(weight_decay=0.0).fit(logits, labels)

@@ -128,10 +128,23 @@ def test_seeds_differ_and_the_global_generator_stays(tmp_path, data):
     assert not torch.equal(weights(tmp_path / "1")["fc.weight"], weights(tmp_path / "2")["fc.weight"])
 
 
+def plainly_augmented(pixels):
+    """One image after the other: padded by four black pixels, cut anywhere, mirrored half the time; then scaled."""
+    tops, keeps, lefts = (torch.randint(below, (len(pixels), 1)) for below in (9, 2, 9))
+    mean, std = (np.array(value)[:, None, None] for value in ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)))
+    made = []
+    for image, top, keep, left in zip(pixels.numpy(), tops, keeps, lefts, strict=True):
+        padded = np.zeros((3, 40, 40))
+        padded[:, 4:36, 4:36] = image
+        cut = padded[:, int(top) : int(top) + 32, int(left) : int(left) + 32]
+        made.append(((cut if keep else cut[:, :, ::-1]) / 255 - mean) / std)
+    return torch.from_numpy(np.stack(made)).float()
+
+
 @pytest.mark.parametrize("recipe", [FEW, replace(RECIPES["short"].of_length(3), batch_size=40)])
 @pytest.mark.parametrize("loss", ["cross-entropy", "brier", "mmce"])
 def test_steps_are_the_recipes(tmp_path, data, recipe, loss, monkeypatch):
-    """Against SGD by hand: clipped gradient, weight decay on everything, momentum, the rate of the moment."""
+    """Against SGD by hand: plain crops, clipped gradient, weight decay on everything, momentum, the moment's rate."""
     recipe = recipe.of_length(2)
     # Without dropout, whose draws a slow loop need not follow.
     monkeypatch.setattr(nn.Dropout, "forward", lambda self, values: values)
@@ -147,17 +160,18 @@ def test_steps_are_the_recipes(tmp_path, data, recipe, loss, monkeypatch):
         torch.manual_seed(3)
         net = Tiny(3)
         parameters = [p for name, p in net.named_parameters() if name != "idle"]
-        momentum = None
+        momentum, clipped = None, []
         for epoch in range(2):
+            clipped.append(0)
             torch.manual_seed(_seed_of(3, epoch))
             order = torch.randperm(90)
             steps = -(-90 // recipe.batch_size)
             for step in range(steps):
                 rows = order[step * recipe.batch_size : (step + 1) * recipe.batch_size]
-                images = NORMALIZATIONS["cifar"](zoo.crop_and_flip(data.train.pixels[rows]))
                 net.zero_grad()
-                objective(net(images), data.train.labels[rows]).backward()
+                objective(net(plainly_augmented(data.train.pixels[rows])), data.train.labels[rows]).backward()
                 norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+                clipped[-1] += bool(norm > 2) / steps
                 slopes = [p.grad * min(1, 2 / (norm + 1e-6)) + 5e-4 * p.detach() for p in parameters]
                 if momentum is None:
                     momentum = [slope.clone() for slope in slopes]
@@ -168,6 +182,26 @@ def test_steps_are_the_recipes(tmp_path, data, recipe, loss, monkeypatch):
                     p.data -= rate * (slope + 0.9 * speed if recipe.nesterov else speed)
     for name, value in weights(tmp_path / "run").items():
         torch.testing.assert_close(value, net.state_dict()[name], rtol=1e-3, atol=1e-5)
+    assert [row["clipped"] for row in runs.read_log(tmp_path / "run")] == pytest.approx(clipped)
+
+
+def test_compiled_is_the_same_run(tmp_path, data, monkeypatch):
+    """Full batches go through what torch.compile returns; the epoch's last, smaller one does not ask for another."""
+    sizes = []
+
+    def compiled(net, **options):
+        def forward(pixels):
+            sizes.append(len(pixels))
+            return net(pixels)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    for name in (False, True):
+        zoo.train(data, "tiny", "focal", tmp_path / str(name), recipe=FEW.of_length(2), device="cpu", compile=name)
+    assert sizes == [16] * 10
+    assert_same_run(tmp_path / "False", tmp_path / "True")
+    assert [runs.read_config(tmp_path / str(name))["compiled"] for name in (False, True)] == [False, True]
 
 
 def test_the_papers_rates():

@@ -42,6 +42,11 @@ def probs(array: Array) -> Probs:
     if values.shape[1] == 1:
         values = torch.cat([1 - values, values], dim=1)
     slack = 1e-3 if values.dtype == torch.float32 else 1e-5
+    if values.shape[0] and values.min() >= 0 and bool(((values.sum(dim=1) - 100).abs() < 1).all()):
+        raise ValueError(
+            "each row of probs must sum to 1, but all sum to about 100, so these look like percentages; "
+            "divide them by 100."
+        )
     if values.shape[0] and (values.min() < -slack or values.max() > 1 + slack):
         raise ValueError(
             f"probs must lie between 0 and 1, but came with values from {values.min():.4g} to {values.max():.4g}; "
@@ -311,7 +316,12 @@ def _finite(values: Tensor, name: str) -> Tensor:
 
 
 def _look_like_probs(values: Tensor) -> bool:
-    if len(values) < 2 or bool((values < 0).any()) or bool((values > 1).any()):
+    # A few rows tell of nearly all logits that they are none.
+    return len(values) > 1 and all(_are_probs(some) for some in (values[:8], values))
+
+
+def _are_probs(values: Tensor) -> bool:
+    if bool((values < 0).any()) or bool((values > 1).any()):
         return False
     return bool(((values.sum(dim=1) - 1).abs() < 1e-3).all())
 

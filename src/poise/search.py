@@ -37,21 +37,20 @@ def minimize(objective: Objective, scale: float, *, smooth: bool, coarse: Object
 
     A grid in log scale from scale/100 to 100·scale, widened where its end wins; then a bounded scalar solve between the
     neighbours of the best (`smooth`), or three finer grids there (for step-like criteria such as ECE, on common random
-    numbers). `coarse` may stand for the objective on the first grid. It cannot leave the positive numbers; if the best
-    stays at an end after widening, a `BoundWarning` says so.
+    numbers). It cannot leave the positive numbers; if the best stays at an end after widening, a `BoundWarning` says
+    so. `coarse`, of fewer rows, may stand for the objective on the first grid, and does not count where it is not sure:
+    if it is lowest at an end or at several strengths, or if the objective falls towards an end of the bracket it gave.
     """
-    grid = _log_grid(scale / _REACH, scale * _REACH, 17 if smooth else 33)
-    values = _evaluate(coarse or objective, grid)
-    for _ in range(_WIDENINGS):
+    refine = _refine_smooth if smooth else _refine_steps
+    if coarse is not None:
+        grid, values = _widened_grid(coarse, scale, smooth)
         best = _best(values)
-        if 0 < best < len(grid) - 1:
-            break
-        more = (
-            _log_grid(grid[0] / _REACH, grid[0], 9)[:-1] if best == 0 else _log_grid(grid[-1], grid[-1] * _REACH, 9)[1:]
-        )
-        more_values = _evaluate(coarse or objective, more)
-        at = 0 if best == 0 else len(grid)
-        grid, values = np.insert(grid, at, more), np.insert(values, at, more_values)
+        if 0 < best < len(grid) - 1 and (values == values[best]).sum() == 1:
+            low, high = grid[best - 1], grid[best + 1]
+            found = refine(objective, low, high)
+            if 1.01 * low < found.argument < high / 1.01:
+                return found
+    grid, values = _widened_grid(objective, scale, smooth)
     best = _best(values)
     if best in (0, len(grid) - 1):
         side = "smaller" if best == 0 else "larger"
@@ -61,19 +60,9 @@ def minimize(objective: Objective, scale: float, *, smooth: bool, coarse: Object
             BoundWarning,
             stacklevel=4,
         )
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    found = Minimum(float(grid[best]), float(values[best]))
-    if smooth:
-        refined = _refine_smooth(objective, low, high)
-        return refined if coarse is not None or refined.value <= found.value else found
-    for _ in range(3):
-        grid = _log_grid(low, high, 17)
-        values = _evaluate(objective, grid)
-        best = _best(values)
-        if values[best] < found.value or coarse is not None:
-            found = Minimum(float(grid[best]), float(values[best]))
-        low, high = grid[max(best - 2, 0)], grid[min(best + 2, len(grid) - 1)]
-    return found
+    found = refine(objective, grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
+    # Between the points of the grid a criterion may be higher than at them.
+    return found if found.value <= values[best] else Minimum(float(grid[best]), float(values[best]))
 
 
 def margin_scale(logits: Tensor, weight: Tensor | None = None) -> float:
@@ -86,6 +75,22 @@ def margin_scale(logits: Tensor, weight: Tensor | None = None) -> float:
     return float(margin[torch.searchsorted(heavy, heavy[-1] / 2)])
 
 
+def _widened_grid(objective: Objective, scale: float, smooth: bool) -> tuple[FloatArray, FloatArray]:
+    """Strengths around the scale and the objective's values there, so many that an end is not the best, if possible."""
+    grid = _log_grid(scale / _REACH, scale * _REACH, 17 if smooth else 33)
+    values = _evaluate(objective, grid)
+    for _ in range(_WIDENINGS):
+        best = _best(values)
+        if 0 < best < len(grid) - 1:
+            break
+        more = (
+            _log_grid(grid[0] / _REACH, grid[0], 9)[:-1] if best == 0 else _log_grid(grid[-1], grid[-1] * _REACH, 9)[1:]
+        )
+        at = 0 if best == 0 else len(grid)
+        grid, values = np.insert(grid, at, more), np.insert(values, at, _evaluate(objective, more))
+    return grid, values
+
+
 def _refine_smooth(objective: Objective, low: float, high: float) -> Minimum:
     result = minimize_scalar(
         lambda log_x: float(objective([math.exp(log_x)])[0]),
@@ -94,6 +99,18 @@ def _refine_smooth(objective: Objective, low: float, high: float) -> Minimum:
         options={"xatol": 1e-5},
     )
     return Minimum(math.exp(result.x), float(result.fun))
+
+
+def _refine_steps(objective: Objective, low: float, high: float) -> Minimum:
+    found = Minimum(math.sqrt(low * high), math.inf)
+    for _ in range(3):
+        grid = _log_grid(low, high, 17)
+        values = _evaluate(objective, grid)
+        best = _best(values)
+        if values[best] < found.value:
+            found = Minimum(float(grid[best]), float(values[best]))
+        low, high = grid[max(best - 2, 0)], grid[min(best + 2, len(grid) - 1)]
+    return found
 
 
 def _log_grid(low: float, high: float, num: int) -> FloatArray:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from poise import _check, search
-from poise._types import Labels, Logits
+from poise._types import Labels, Logits, Probs
 from poise.calibrators import scaling as maps
 from poise.calibrators.base import Calibrator
 from poise.calibrators.criteria import CRITERIA, NLL_FLOOR, PROPER, criterion_value, weighted_mean
-from poise.calibrators.lapse import fit_lapse, with_lapse
+from poise.calibrators.lapse import fit_lapse, lapse_and_nll, with_lapse
 from poise.link import Link
 from poise.metrics import Bins
 from poise.noise import Gaussian, GeneralizedNormal, Gumbel, LogGamma, Noise
@@ -46,9 +45,9 @@ class ConsistencyCalibration(Calibrator):
     structured affine map under the link, shrunk towards none and fitted through its gradient; "auto" lets 5-fold
     cross-validated likelihood decide between the three. That is the strongest form, and it may move classes.
 
-    Needs no features; a fit costs some dozens of softmaxes per shape, and some hundreds with a map. It errs where the
-    test data are shifted. After the fit: ``noise_``, ``strength_``, ``lapse_``, ``scaling_``, and ``candidates_``, the
-    shapes with their validation scores.
+    Needs no features; a fit takes some dozens of passes over the rows per shape, and about a hundred more, with
+    gradients, for a map. It errs where the test data are shifted. After the fit: ``noise_``, ``strength_``, ``lapse_``,
+    ``scaling_``, and ``candidates_``, the shapes with their validation scores.
 
     >>> logits = torch.tensor([[4.0, 0.0], [3.0, 0.0], [0.0, 5.0], [4.0, 0.0]])
     >>> labels = torch.tensor([0, 0, 1, 1])
@@ -105,84 +104,93 @@ class ConsistencyCalibration(Calibrator):
                 f"a map is fitted by likelihood, but criterion is {self.criterion!r}; pass criterion='nll', or "
                 "scaling='none'."
             )
-        first = self._fit_shape(Gumbel(), logits, labels, weight)
+        known = [candidate for candidate in self.candidates_ if candidate["noise"] == Gumbel()]
+        first = known[0] if known else self._fit_shape(Gumbel(), logits, labels, weight)
         x = _first_step(logits, first["strength"], first["lapse"])
         rows = maps.Rows(x, labels, weight, fit_lapse if self.lapse else None)
-        strengths: dict[Noise, float] = {}
 
-        def fitted(shape: Noise, kind: str) -> maps.Fitted:
-            if shape not in strengths:
-                strengths[shape] = self._fit_shape(shape, x, labels, weight)["strength"]
-            return maps.fit_map(kind, Link(shape), strengths[shape], rows)
+        @functools.cache
+        def strength(shape: Noise) -> float:
+            return float(self._fit_shape(shape, x, labels, weight)["strength"])
 
         kinds = [kind for kind in maps.MAPS[1:] if self.scaling in (kind, "auto")]
         if self.scaling == "auto":
             kinds = [kind for kind in kinds if maps.is_worth_fitting(kind, x.shape[1])]
-        climbed = [_climb(functools.partial(fitted, kind=kind), shapes, plain["noise"]) for kind in kinds]
-        if self.scaling == "auto":
-            scores = [maps.cross_validated(candidate, rows) for candidate in climbed]
-            without = self._lapse_and_nll(Link(plain["noise"]), logits / plain["strength"], labels, weight)[1]
-            if without <= min(scores):
-                return
-            climbed = [climbed[scores.index(min(scores))]]
+        units = {kind: maps.units(kind, rows) for kind in kinds}
+        climbed = [maps.climbed(kind, rows, units[kind], shapes, plain["noise"], strength) for kind in kinds]
         best = climbed[0]
+        if self.scaling == "auto":
+            of_plain = torch.exp(Link(plain["noise"]).log_prob_of(logits / plain["strength"], labels))
+            losses = [maps.held_out(lambda _: of_plain, rows)]
+            losses += [maps.cross_validated(candidate, rows, units[candidate.kind]) for candidate in climbed]
+            choice = maps.chosen(losses, rows.share)
+            if choice == 0:
+                return
+            best = climbed[choice - 1]
         self.scaling_ = best.kind
         self.noise_, self.strength_ = best.link.noise, best.strength
         self.temperature_, self.first_lapse_ = first["strength"], first["lapse"]
         self.diagonal_, self.bias_, self.off_diagonal_ = best.map.diagonal, best.map.bias, best.map.off_diagonal
-        self.lapse_ = self._lapse_and_nll(best.link, best.map(x) / best.strength, labels, weight)[0]
+        self.lapse_ = self._lapse_and_nll(best.link, best.map(x), best.strength, labels, weight)[0]
 
     def _fit_shape(self, noise: Noise, logits: Logits, labels: Labels, weight: Tensor | None) -> dict[str, Any]:
         """The best strength of one shape, its lapse and its validation scores."""
-        link, scores = Link(noise), logits.double()
+        link = Link(noise)
+        # Without a lapse, how faint a class is matters to its last digit.
+        scores = link.prepared(logits) if self.lapse else logits.double()
+        smooth = self.criterion in PROPER
+        some = slice(None, None, max(1, len(scores) // _COARSE_ROWS)) if smooth and weight is None else slice(None)
 
         def on(rows: slice) -> search.Objective:
-            z, y, w = scores[rows], labels[rows], None if weight is None else weight[rows]
-            return lambda strengths: [self._value(link, z / strength, y, w) for strength in strengths]
+            z, y, w = scores[rows].contiguous(), labels[rows], None if weight is None else weight[rows]
+            return lambda strengths: [self._value(link, z, strength, y, w) for strength in strengths]
 
-        smooth = self.criterion in PROPER
-        some = slice(None, None, max(1, len(scores) // _COARSE_ROWS))
         strength = search.minimize(
             on(slice(None)),
-            search.margin_scale(scores, weight) / 4,
+            search.margin_scale(scores[some], None if weight is None else weight[some]) / 4,
             smooth=smooth,
             coarse=on(some) if smooth and weight is None else None,
         ).argument
-        scaled = scores / strength
-        lapse, nll = self._lapse_and_nll(link, scaled, labels, weight)
-        found = {"noise": noise, "strength": strength, "lapse": lapse, "nll": nll}
-        return found if self.criterion == "nll" else found | {self.criterion: self._value(link, scaled, labels, weight)}
+        lapse, nll = self._lapse_and_nll(link, scores, strength, labels, weight)
+        found: dict[str, Any] = {"noise": noise, "strength": strength, "lapse": lapse, "nll": nll}
+        if self.criterion != "nll":
+            found[self.criterion] = self._value(link, scores, strength, labels, weight)
+        return found
 
-    def _lapse_and_nll(self, link: Link, scaled: Logits, labels: Labels, weight: Tensor | None) -> tuple[float, float]:
+    def _lapse_and_nll(
+        self, link: Link, scores: Logits, strength: float, labels: Labels, weight: Tensor | None
+    ) -> tuple[float, float]:
         """The lapse, and the mean −log p of the true classes with the pseudo-count's −log l."""
-        log_true = link.log_prob_of(scaled, labels)
-        if not self.lapse:
-            # A vote of exactly nothing costs what the published floor says; what is only faint, all it should.
-            return 0.0, -float(weighted_mean(log_true.nan_to_num(neginf=math.log(NLL_FLOOR)), weight))
-        true = torch.exp(log_true)
-        lapse = fit_lapse(true, scaled.shape[1], weight)
-        total = len(true) if weight is None else float(weight.sum())
-        log_likelihood = weighted_mean(torch.log((1 - lapse) * true + lapse / scaled.shape[1]), weight)
-        return lapse, -float(log_likelihood) - math.log(lapse) / total
+        if self.lapse:
+            return lapse_and_nll(link.prob_of(scores, labels, strength), scores.shape[1], weight)
+        log_true = link.log_prob_of(scores / strength, labels)
+        # A vote of exactly nothing costs what the published floor says; what is only faint, all it should.
+        return 0.0, -float(weighted_mean(log_true.nan_to_num(neginf=math.log(NLL_FLOOR)), weight))
 
-    def _value(self, link: Link, scaled: Logits, labels: Labels, weight: Tensor | None) -> float:
+    def _value(self, link: Link, scores: Logits, strength: float, labels: Labels, weight: Tensor | None) -> float:
         """The criterion at one strength; a calibration error leaves the lapse out, for all lapse is its optimum."""
         if self.criterion in PROPER:
-            lapse, nll = self._lapse_and_nll(link, scaled, labels, weight)
+            lapse, nll = self._lapse_and_nll(link, scores, strength, labels, weight)
             if self.criterion == "nll":
                 return nll
-            return criterion_value("brier", with_lapse(link.log_prob(scaled), lapse).exp(), labels, weight)
-        top = scaled.argmax(1)
-        confidence = torch.exp(link.log_prob_of(scaled, top))
+            return criterion_value("brier", link.prob(scores, strength, lapse), labels, weight)
+        top = scores.argmax(1)
+        confidence = link.prob_of(scores, top, strength)
         bins = Bins.equal_width if self.criterion == "ece" else Bins.equal_mass
         # The quadrature's last digit must not push a confidence beyond the last bin.
         return float(bins(confidence.clamp(max=1), top == labels, sample_weight=weight).error)
 
+    def _prob(self, logits: Logits, features: Tensor | None) -> Probs:
+        return Link(self.noise_).prob(self._mapped(logits), self.strength_, self.lapse_)
+
     def _log_prob(self, logits: Logits, features: Tensor | None) -> Logits:
-        if self.temperature_ is not None and self.diagonal_ is not None and self.bias_ is not None:
-            affine = maps.AffineMap(self.diagonal_, self.bias_, self.off_diagonal_)
-            logits = affine(_first_step(logits, self.temperature_, self.first_lapse_ or 0.0))
-        return with_lapse(Link(self.noise_).log_prob(logits / self.strength_), self.lapse_)
+        return with_lapse(Link(self.noise_).log_prob(self._mapped(logits) / self.strength_), self.lapse_)
+
+    def _mapped(self, logits: Logits) -> Logits:
+        if self.temperature_ is None or self.diagonal_ is None or self.bias_ is None:
+            return logits
+        affine = maps.AffineMap(self.diagonal_, self.bias_, self.off_diagonal_)
+        return affine(_first_step(logits, self.temperature_, self.first_lapse_ or 0.0))
 
     def _keeps_order(self) -> bool:
         return self.scaling_ == "none"
@@ -191,17 +199,3 @@ class ConsistencyCalibration(Calibrator):
 def _first_step(logits: Logits, temperature: float, lapse: float) -> Logits:
     """Temperature scaling and its lapse: logarithms of probabilities, bounded below, that a map can act on."""
     return with_lapse(torch.log_softmax(logits / temperature, dim=1), lapse)
-
-
-def _climb(fitted: Callable[[Noise], maps.Fitted], shapes: tuple[Noise, ...], start: Noise) -> maps.Fitted:
-    """The best shape under a map: from the best without one to its neighbours, while they are better."""
-    at = shapes.index(start)
-    best = fitted(start)
-    for step in (-1, 1):
-        place = at + step
-        while 0 <= place < len(shapes):
-            candidate = fitted(shapes[place])
-            if candidate.loss >= best.loss:
-                break
-            best, place = candidate, place + step
-    return best

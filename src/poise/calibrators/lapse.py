@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 
 import torch
@@ -31,6 +33,20 @@ def fit_lapse(true: Tensor, num_classes: int, weight: Tensor | None = None) -> f
         if abs(lapse - before) <= 1e-9 * lapse:
             break
     return lapse
+
+
+def lapse_and_nll(true: Tensor, num_classes: int, weight: Tensor | None = None) -> tuple[float, float]:
+    """The fitted lapse, and the mean −log p of the true classes under it with the pseudo-count's −log l."""
+    if weight is None and true.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        on_gpu: tuple[float, float] = importlib.import_module("poise.calibrators.lapse_gpu").fit(true, num_classes)
+        return on_gpu
+    true = true.double()
+    lapse = fit_lapse(true, num_classes, weight)
+    log_prob = torch.log((1 - lapse) * true + lapse / num_classes)
+    if weight is None:
+        return lapse, -float(log_prob.mean()) - math.log(lapse) / len(true)
+    total = float(weight.sum())
+    return lapse, -float(torch.dot(log_prob, weight.to(log_prob))) / total - math.log(lapse) / total
 
 
 def with_lapse(log_prob: Logits, lapse: float) -> Logits:

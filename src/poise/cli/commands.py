@@ -27,7 +27,9 @@ _SCORES = "logits or probs, as .npz, .npy, .pt, .safetensors, .csv or .parquet"
 
 
 def fit(
-    val: Annotated[Path, typer.Argument(help=f"Validation scores with labels: {_SCORES}.", show_default=False)],
+    val: Annotated[
+        Path, typer.Argument(metavar="VAL", help=f"Validation scores with labels: {_SCORES}.", show_default=False)
+    ],
     output: Annotated[
         Path,
         typer.Option(
@@ -130,7 +132,9 @@ def apply(
     calibrator_file: Annotated[
         Path, typer.Argument(metavar="CALIBRATOR", help="What `poise fit` wrote.", show_default=False)
     ],
-    test: Annotated[Path, typer.Argument(help=f"Scores of the same classes: {_SCORES}.", show_default=False)],
+    test: Annotated[
+        Path, typer.Argument(metavar="TEST", help=f"Scores of the same classes: {_SCORES}.", show_default=False)
+    ],
     output: Annotated[
         Path,
         typer.Option("--output", "-o", metavar="FILE", help="Where the probabilities go.", show_default=False),
@@ -147,6 +151,8 @@ def apply(
     _format(output)
     fitted = _load(calibrator_file, test)
     scores = read_scores(test, need_labels=False)
+    if scores.num_samples == 0:
+        raise ValueError(f"{test} holds 0 rows, so there is nothing to apply the calibrator to; check how it was made.")
     names = _class_names(fitted, scores, calibrator_file, test)
     logits, features = network_logits(scores), network_features(scores, fitted, test)
     with screen.working(f"{type(fitted).__name__} on {scores.num_samples:,} rows"):
@@ -178,7 +184,7 @@ def apply(
 
 
 def evaluate(
-    file: Annotated[Path, typer.Argument(help=f"Scores with labels: {_SCORES}.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=f"Scores with labels: {_SCORES}.", show_default=False)],
     num_bins: NumBins = 15,
     intervals: Annotated[
         bool, typer.Option("--intervals/--no-intervals", help="95 % intervals and the noise floor.")
@@ -291,7 +297,7 @@ def _candidates_table(fitted: Calibrator) -> list[Table]:
 
 
 def _mean_confidence(probs: Tensor) -> float:
-    return float(probs.double().amax(1).mean()) if len(probs) else float("nan")
+    return float(probs.double().amax(1).mean())
 
 
 def _load(file: Path, test: Path) -> Calibrator:

@@ -36,8 +36,8 @@ def compare(
         str,
         typer.Option(
             metavar="NAMES",
-            help="With commas between them: default, all (with the paper's, which samples), or names such as "
-            "temperature, TS, or \"consistency(scaling='auto')\".",
+            help="With commas between them: default, variants (other published forms), all (these and the paper's, "
+            "which samples), or names such as temperature, TS, or \"consistency(scaling='auto')\".",
         ),
     ] = "default",
     metrics: Annotated[str, typer.Option(metavar="NAMES", help="With commas between them, or all.")] = ",".join(

@@ -18,6 +18,19 @@ PAPER = "paper"
 _SAMPLED = "SampledConsistency"
 """Not among the default methods: it takes T passes for each of a hundred strengths, hours with a thousand classes."""
 
+_VARIANTS = (
+    "EnsembleTemperatureScaling(criterion='mse')",
+    "ClasswiseTemperatureScaling(method='ece')",
+    "HistogramBinning(strategy='equal_mass')",
+    "HistogramBinning(mode='top_label')",
+    "BayesianBinning(mode='top_label')",
+    "IsotonicCalibration(mode='multiclass')",
+    "IntraOrderPreserving(variant='diag')",
+    "GroupCalibration(base='ets')",
+    "ProximityCalibration(method='bin_mean_shift')",
+)
+"""The other forms in which methods were published."""
+
 _SUFFIX = re.compile("(scaling|calibration)$")
 
 Methods = str | Calibrator | Sequence[str | Calibrator] | Mapping[str, Calibrator] | None
@@ -37,6 +50,12 @@ def default_methods(*, with_features: bool) -> dict[str, Calibrator]:
     return {label(calibrator): calibrator for calibrator in found}
 
 
+def variants(*, with_features: bool) -> dict[str, Calibrator]:
+    """Other published forms of the default methods."""
+    found = [named(word) for word in _VARIANTS]
+    return {label(calibrator): calibrator for calibrator in found if with_features or not calibrator.needs_features}
+
+
 def chosen(wanted: Methods, *, with_features: bool) -> dict[str, Calibrator]:
     """Unfitted calibrators by their names in the table."""
     if isinstance(wanted, Mapping):
@@ -48,8 +67,11 @@ def chosen(wanted: Methods, *, with_features: bool) -> dict[str, Calibrator]:
         return default_methods(with_features=with_features)
     found = {}
     for one in [wanted] if isinstance(wanted, (str, Calibrator)) else wanted:
-        if isinstance(one, str) and one in ("default", "all"):
-            found |= default_methods(with_features=with_features)
+        if isinstance(one, str) and one in ("default", "variants", "all"):
+            if one != "variants":
+                found |= default_methods(with_features=with_features)
+            if one != "default":
+                found |= variants(with_features=with_features)
             found |= {PAPER: paper_consistency()} if one == "all" else {}
         elif one == PAPER:
             found[PAPER] = paper_consistency()

@@ -45,9 +45,9 @@ def compare(
     """Every method on your own logits: fitted on val, judged on test, with intervals, ties and noise floors.
 
     val and test are (logits, labels) or (logits, labels, features), Scores, or paths. Methods are names or unfitted
-    calibrators, or a dictionary of them; by default all that do not sample and have what they need; "all" adds the
-    paper's own. Metrics are names, "all", or a dictionary of functions (probs, labels) -> float, of which less is
-    better. The row "uncalibrated" is always there.
+    calibrators, or a dictionary of them; by default all that do not sample and have what they need; "variants" are
+    other published forms of those, and "all" adds both these and the paper's own. Metrics are names, "all", or a
+    dictionary of functions (probs, labels) -> float, of which less is better. The row "uncalibrated" is always there.
 
     A method that has a seed runs `seeds` times, unless the second run gives the very same; cells are means over runs.
     Intervals and differences are those of `metrics.interval` and `metrics.paired_difference`, which know that a

@@ -31,6 +31,9 @@ _ROUNDING = 1.5 * 2.0**12
 """Added and taken away again, this rounds a number below 2^12 to multiples of 2^-40: gaps that differ by less are
 equal, and those that differ by more are too far apart for the last digits of a cubic to reverse them."""
 
+_FAR_NUMBERS = 2**20
+"""Gaps beyond the tables that are worked on together."""
+
 _MANTISSA, _EXPONENT_OF_ONE = 52, 1023
 _TINY = float(np.finfo(np.float64).tiny)
 
@@ -89,14 +92,27 @@ def log_prob(scores: Tensor, noise: Noise) -> Tensor:
     in_threads(lambda start, stop: _log_prob(start, stop, z, out, is_far, *table), z.shape)
     log_prob = torch.from_numpy(out)
     if is_far.any():
-        rows = torch.from_numpy(is_far).nonzero()[:, 0]
-        gaps = _gaps(scores.detach()[rows])
-        row, column = (gaps > table.widest).nonzero(as_tuple=True)
-        tail = smooth.tail_beyond(gaps[row, column], noise, table.widest)
-        log_prob[rows[row], column] += tail.to(log_prob.dtype)
+        # Some rows at a time: memory must not grow with their number.
+        for rows in torch.split(torch.from_numpy(is_far).nonzero()[:, 0], max(1, _FAR_NUMBERS // z.shape[1])):
+            gaps = _gaps(scores.detach()[rows])
+            log_prob[rows] += torch.from_numpy(_tail(gaps.numpy(), noise, table.widest)).to(log_prob.dtype)
     if log_prob.dtype == torch.float64:
         log_prob -= torch.logsumexp(log_prob, dim=1, keepdim=True)
     return log_prob
+
+
+def _tail(gaps: Array, noise: Noise, widest: float) -> Array:
+    """`smooth.tail_beyond`, by straight lines: its formulas are a hundred times as dear as all else."""
+    at, value = _tail_table(noise, widest)
+    tail: Array = np.interp(gaps, at, value) * np.maximum(gaps / at[-1], 1)
+    return tail
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _tail_table(noise: Noise, widest: float) -> tuple[Array, Array]:
+    at = np.geomspace(widest, smooth.widest_gap(noise, -1e6), 4096)
+    return at, smooth.tail_beyond(torch.from_numpy(at), noise, widest).numpy()
 
 
 def log_prob_of(scores: Tensor, noise: Noise, labels: Tensor) -> Tensor:
@@ -169,6 +185,7 @@ def _log_prob(
                     curve[edge, 0] = math.log(p + _TINY)
                     curve[edge, 1] = slope / (p + _TINY)
                 known = cell + 1
+                _flatten(curve, cell, edges)
                 _hermite(curve, cell, edges, cubic)
         for j in range(len(places)):
             # Nothing is surer than sure, not even by the last digit of a table.
@@ -310,6 +327,14 @@ def _hermite(curve: Array, cell: int, edges: Array, cubic: Array) -> None:
     cubic[cell, 1] = left
     cubic[cell, 2] = 3 * rise - 2 * left - right
     cubic[cell, 3] = left + right - 2 * rise
+
+
+@compiled
+def _flatten(curve: Array, cell: int, edges: Array) -> None:
+    """Slopes with which the cubic falls as the curve does: where p underflows it bends too sharply for its own."""
+    steepest = 3 * min(curve[cell + 1, 0] - curve[cell, 0], 0.0) / (edges[cell + 1] - edges[cell])
+    for edge in range(cell, cell + 2):
+        curve[edge, 1] = max(curve[edge, 1], steepest)
 
 
 @compiled

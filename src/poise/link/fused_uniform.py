@@ -4,7 +4,7 @@
 
 Between two neighbouring gaps, 1 − d_{i+1} ≤ u ≤ 1 − d_i, the integrand is a polynomial in which the i top classes alone
 take part; from the top down, every such segment adds to their integrals. All terms fall from class to class, and so
-do their sums: rounding reverses nothing.
+do their sums: rounding reverses nothing. Slopes are integrals of the same kind, as in ``uniform``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,19 @@ def log_prob(scores: Tensor, noise: Noise) -> Tensor:
 
 def log_prob_of(scores: Tensor, noise: Noise, labels: Tensor) -> Tensor:
     """log p of one class per row, (n,)."""
+    return _one_class(scores, labels, with_slope=False)[0]
+
+
+def log_prob_and_slope(scores: Tensor, noise: Noise, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same and its gradient in the scores, (n,) and (n, k); zero where log p is -inf, or p underflows."""
+    return _one_class(scores, labels, with_slope=True)
+
+
+def _one_class(scores: Tensor, labels: Tensor, with_slope: bool) -> tuple[Tensor, Tensor]:
     z, label = np.ascontiguousarray(scores.detach().numpy()), np.ascontiguousarray(labels.numpy())
-    out = np.empty(len(z), z.dtype)
-    in_threads(lambda start, stop: _log_prob_of(start, stop, z, label, out, *_rules()), z.shape)
-    return torch.from_numpy(out)
+    out, slope = np.empty(len(z), z.dtype), np.zeros(z.shape if with_slope else (len(z), 0), z.dtype)
+    in_threads(lambda start, stop: _log_prob_of(start, stop, z, label, out, slope, *_rules()), z.shape)
+    return torch.from_numpy(out), torch.from_numpy(slope)
 
 
 @functools.cache
@@ -61,25 +70,38 @@ def _rules() -> tuple[Array, Array]:
 def _log_prob(start: int, stop: int, scores: Array, out: Array, nodes: Array, weights: Array) -> None:
     num_classes = scores.shape[1]
     gaps, classes, curve = np.empty(num_classes), np.empty(num_classes, np.int64), np.empty(num_classes)
+    no_slope = np.empty(0)
     for i in range(start, stop):
         out[i] = -math.inf
         within = _nearest(scores[i], gaps, classes)
-        _integrate(gaps[:within], curve[:within], 0, nodes, weights)
+        _integrate(gaps[:within], curve[:within], 0, no_slope, nodes, weights)
         for rank in range(within):
             out[i, classes[rank]] = min(math.log(max(curve[rank], _TINY)), 0.0)
 
 
 @compiled
-def _log_prob_of(start: int, stop: int, scores: Array, labels: Array, out: Array, nodes: Array, weights: Array) -> None:
+def _log_prob_of(
+    start: int, stop: int, scores: Array, labels: Array, out: Array, slope: Array, nodes: Array, weights: Array
+) -> None:
+    """With the slope too, in zeros, unless it has no columns."""
     num_classes = scores.shape[1]
-    gaps, classes, curve = np.empty(num_classes), np.empty(num_classes, np.int64), np.empty(num_classes)
+    gaps, classes, curve = np.empty(num_classes), np.empty(num_classes, np.int64), np.empty(1)
+    steepness = np.empty(slope.shape[1])
     for i in range(start, stop):
         out[i] = -math.inf
         within = _nearest(scores[i], gaps, classes)
         for rank in range(within):
-            if classes[rank] == labels[i]:
-                _integrate(gaps[:within], curve[rank : rank + 1], rank, nodes, weights)
-                out[i] = min(math.log(max(curve[rank], _TINY)), 0.0)
+            if classes[rank] != labels[i]:
+                continue
+            mine = steepness[:within]
+            mine[:] = 0
+            _integrate(gaps[:within], curve, rank, mine, nodes, weights)
+            out[i] = min(math.log(max(curve[0], _TINY)), 0.0)
+            if curve[0] > _TINY:
+                for j in range(len(mine)):
+                    if j != rank:
+                        slope[i, classes[j]] -= mine[j] / curve[0]
+                        slope[i, labels[i]] += mine[j] / curve[0]
 
 
 @compiled
@@ -110,8 +132,11 @@ def _nearest(scores: Array, gaps: Array, classes: Array) -> int:
 
 
 @compiled
-def _integrate(gaps: Array, curve: Array, rank: int, nodes: Array, weights: Array) -> None:
-    """C at the gaps from a rank on, as many as `curve` holds; u is measured from its end, u + 1."""
+def _integrate(gaps: Array, curve: Array, rank: int, slope: Array, nodes: Array, weights: Array) -> None:
+    """C at the gaps from a rank on, as many as `curve` holds, and if wanted the first one's slopes in all the gaps.
+
+    u is measured from its end, u + 1; to the slopes, which must be zero, ∫ G/((u + d) (u + d_j)) du is added.
+    """
     curve[:] = 0
     largest = _product(gaps[: rank + 1], 2 - gaps[rank])
     for active in range(rank + 1, len(gaps) + 1):
@@ -129,7 +154,10 @@ def _integrate(gaps: Array, curve: Array, rank: int, nodes: Array, weights: Arra
             num_nodes = _num_nodes(active, at_low / largest, largest)
             for q in range(num_nodes):
                 u = high - width * (1 - nodes[num_nodes, q])
-                _add_quotients(curve, _product(near, u) * width * weights[num_nodes, q], mine, u)
+                mass = _product(near, u) * width * weights[num_nodes, q]
+                _add_quotients(curve, mass, mine, u)
+                if len(slope):
+                    _add_quotients(slope, mass / (gaps[rank] + u), near, u)
             high, largest = high - width, at_low
             if is_last and largest * 1e17 < curve[len(mine) - 1]:
                 return

@@ -1,125 +1,127 @@
 """The exact vote for U(-1, 1): between the points where a class drops out, the integrand is a polynomial.
 
-    p_k = ½ ∫_{-1}^{1 - d_k} Π_{j≠k} F(u + d_j) du,     F(t) = (t + 1)/2 up to t = 1, and 1 beyond
+    p_k = ∫_0^{2 - d_k} G(v) / (v + d_k) dv,     G(v) = Π_j F_j(v),     F_j(v) = (v + d_j)/2 up to 1, and 1 beyond
 
-so that class k's integral ends, with a jump, at u = 1 − d_k, and classes with d_k ≥ 2 never win. Up to 64 classes
-within reach, every one of these points is cut at. Beyond, the cuts follow the decay of G = Π F, and each class's
-probability is read off the curve C(d) by its values and slopes there.
+with v = u + 1, so that class k's integral ends, with a jump, at v = 2 − d_k, and classes with d_k ≥ 2 never win. Panels
+end where a class does. The slopes are means over the same nodes, v being distributed as it is when class k wins:
+
+    ∂ log p_k / ∂ d_j = E[1/(v + d_j); v < 2 − d_j],  j ≠ k,    and that in d_k makes their sum zero
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from poise.link.quadrature import gauss_legendre
 
-_MOST_CLASSES = 64
-_MOST_NODES = 16
-"""Of a panel; it is exact for polynomials of degree 31, and each panel is a part of one only."""
+_MOST_NODES = 8
+"""Of a panel: exact for 16 factors, and to 1e-10 where the product falls by no more than e^-6."""
 
-_CROWDED_NODES = 8
-"""Where the cuts already follow the decay of G."""
+_STEEPEST = 6.0
 
-_NUM_CUTS = 64
+_CROWD = 64
+"""As many classes times as many nodes are worked on together; with more classes fewer nodes, at least one panel's."""
 
 
 def log_prob(gaps: Tensor, at: Tensor) -> Tensor:
-    """log p at the gaps `at` (n, m), each of which is among the row's `gaps` (n, k); float64, differentiable."""
+    """log p at the gaps `at` (n, m), each of which is among the row's `gaps` (n, k); float64, differentiable once."""
     within = (gaps < 2).sum(1)
     # The cost is that of the fullest row: rows of like fullness go together.
     fullness = (within - 1).clamp_min(1).log2().floor().long()
     groups = [(fullness == level).nonzero()[:, 0] for level in torch.unique(fullness)]
-    parts = [_of_like_rows(gaps[rows], at[rows], int(within[rows].max())) for rows in groups]
+    parts = []
+    for rows in groups:
+        most = int(within[rows].max())
+        near = gaps[rows].topk(most, dim=1, largest=False, sorted=True).values
+        asked = at[rows].topk(min(most, at.shape[1]), dim=1, largest=False)
+        curve = _Curve.apply(near.clamp(max=2), asked.values.clamp(max=2))  # type: ignore[no-untyped-call]
+        parts.append(torch.full_like(at[rows], -math.inf).scatter(1, asked.indices, curve))
     return torch.cat(parts)[torch.cat(groups).argsort()]
 
 
 def numbers_per_row(num_classes: int) -> int:
-    """Working memory: a few numbers for each class at each node of the usual row, which holds few classes in reach."""
-    return 6 * min(num_classes, _MOST_CLASSES) ** 2 * 8
+    """Working memory: a few numbers for each class at the nodes that are worked on together."""
+    return 6 * min(num_classes, _CROWD) * _CROWD
 
 
-def _of_like_rows(gaps: Tensor, at: Tensor, within: int) -> Tensor:
-    near = gaps.topk(within, dim=1, largest=False, sorted=True).values.clamp(max=2)
-    at = at.clamp(max=2)
-    if within <= _MOST_CLASSES:
-        return _curve(at, near, cuts=near)[0]
-    # The cuts stay where they are: the curve's slope carries the gradient in `at`, its values that in `near`.
-    fixed = near.detach()
-    widest = fixed[:, -1:]
-    cuts = torch.cat([fixed[:, : _MOST_CLASSES // 2], _cuts(fixed), widest], dim=1).sort(dim=1).values
-    ends = torch.minimum(cuts, widest)
-    return _hermite(at, ends, *_curve(ends, near, cuts))
+class _Curve(torch.autograd.Function):
+    """log ∫_0^{2 - d} G(v)/(v + d) dv at the gaps `at`, which are among `near`, rising from 0 to 2 at most."""
+
+    @staticmethod
+    def forward(near: Tensor, at: Tensor) -> Tensor:
+        log_curve = torch.full_like(at, -math.inf)
+        for v, log_weight in _nodes(near, at):
+            log_curve = torch.logaddexp(log_curve, torch.logsumexp(_log_terms(v, log_weight, near, at), dim=-1))
+        return log_curve
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        near, at, log_curve = ctx.saved_tensors
+        empty = log_curve == -math.inf
+        grad, log_curve = grad.masked_fill(empty, 0), log_curve.masked_fill(empty, 0)
+        grad_near, grad_at = torch.zeros_like(near), torch.zeros_like(at)
+        for v, log_weight in _nodes(near, at):
+            share = torch.exp(_log_terms(v, log_weight, near, at) - log_curve[..., None])
+            slope = torch.where(v[:, None, :] < 2 - near[..., None], 1 / (v[:, None, :] + near[..., None]), 0)
+            grad_near += torch.einsum("nr,nrq,njq->nj", grad, share, slope)
+            grad_at -= grad * torch.einsum("nrq,njq->nr", share, slope)
+        return grad_near, grad_at
 
 
-def _curve(at: Tensor, near: Tensor, cuts: Tensor) -> tuple[Tensor, Tensor]:
-    """log C and its slope at gaps `at` that are among the `cuts`, so that no panel holds the end of an integral."""
-    crowded = near.shape[1] > _MOST_CLASSES
-    num_nodes = _CROWDED_NODES if crowded else min(_MOST_NODES, math.ceil(near.shape[1] / 2))
-    x, w = (values.to(near) for values in gauss_legendre(num_nodes))
-    # The top's gap is zero, but the lower end must move with it for the gradient to be right.
-    start = -1 - near[:, :1]
-    edges = torch.cat([torch.where(1 - cuts > start, 1 - cuts, start), start], dim=1).flip(1)
-    width = edges.diff(dim=1)[..., None]
-    u = (edges[:, :-1, None] + width * x).flatten(1)
-    weight = (width * w).flatten(1)
-    # Panels of no width are those of classes out of reach and of equal gaps; their nodes could be at F = 0.
-    wide = (weight > 0) & (u > -1)
-    u = torch.where(wide, u, 0)
-    log_weight = torch.where(wide, weight, 1).log().masked_fill(~wide, -math.inf)
-    log_mass = _log_largest(u, near) + log_weight
-    t = u[:, None, :] + at[..., None]
-    log_terms = (log_mass[:, None, :] - torch.log(t + 1)).masked_fill(t > 1, -math.inf)
-    log_curve = _logsumexp(log_terms)
-    log_steepness = _logsumexp(log_terms - torch.log(t + 1))
-    end = _log_largest(1 - at, near) - math.log(2)
-    return log_curve, -torch.exp(torch.logaddexp(end, log_steepness) - log_curve)
+def _nodes(near: Tensor, at: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Nodes v and the logarithms of their weights (n, nodes), some panels at a time; -inf for panels of no width."""
+    num_classes = near.shape[1]
+    x, w = (values.to(near) for values in gauss_legendre(min(_MOST_NODES, math.ceil(num_classes / 2))))
+    edges = _edges(near)
+    panels_at_once = max(1, _CROWD * _CROWD // (_MOST_NODES * max(num_classes, at.shape[1])))
+    width = -edges.diff(dim=1)[..., None]
+    # A panel of no width has no weight either, but 1/(v + d) must be a number.
+    v = torch.where(width > 0, edges[:, :-1, None] - width * x, 1.0)
+    weight = width * w
+    for some in zip(torch.split(v, panels_at_once, 1), torch.split(weight, panels_at_once, 1), strict=True):
+        yield some[0].flatten(1), torch.log(some[1]).flatten(1)
 
 
-def _log_largest(u: Tensor, near: Tensor) -> Tensor:
-    """log Π_j F(u + d_j), the distribution function of the largest perturbed logit."""
+def _edges(near: Tensor) -> Tensor:
+    """Edges of the panels, falling from 2 to 0 (n, panels + 1): the ends of the classes, and more where G is steep.
+
+    G falls ever faster from the end of a class to the next one's: halves of halves, towards where it is large.
+    """
+    ends = torch.cat([2 - near, torch.zeros_like(near[:, :1])], dim=1)
+    high, width = ends[:, :-1], -ends.diff(dim=1)
+    # (log G)' = Σ 1/(v + d_j) at the upper end is below the chord of 1/(v + d) times the number of classes.
+    rank = torch.arange(1, near.shape[1] + 1, dtype=near.dtype, device=near.device)
+    evenness = torch.where(near > 0, near.cumsum(1) / rank / near, 0)
+    fall = torch.where(width > 0, width * rank * ((1 - evenness) / high + evenness / 2), 0)
+    depth = math.ceil(math.log2(max(1.0, float(fall.max()) / _STEEPEST)))
+    halvings = 0.5 ** torch.arange(1, depth + 1, dtype=near.dtype, device=near.device)
+    is_cut = 2 * fall[..., None] * halvings > _STEEPEST
+    cuts = torch.where(is_cut, high[..., None] - width[..., None] * halvings, 0).flatten(1)
+    cuts = cuts.topk(int(is_cut.flatten(1).sum(1).max()), dim=1).values
+    return torch.cat([ends, cuts], dim=1).sort(dim=1, descending=True).values
+
+
+def _log_terms(v: Tensor, log_weight: Tensor, near: Tensor, at: Tensor) -> Tensor:
+    """log of weight · G/(v + d) (n, gaps, nodes), for the nodes up to a gap's end."""
+    inside = v[:, None, :] < 2 - at[..., None]
+    log_mass = (_log_largest(v, near) + log_weight)[:, None, :]
+    return (log_mass - torch.log(v[:, None, :] + at[..., None])).masked_fill(~inside, -math.inf)
+
+
+def _log_largest(v: Tensor, near: Tensor) -> Tensor:
+    """log G, G being the distribution function of the largest perturbed logit."""
     # One logarithm for eight classes: a product of eight stays far from underflow.
     near = torch.nn.functional.pad(near, (0, -near.shape[1] % 8), value=2.0)
-    cdf = ((u[:, None, :] + near[..., None] + 1) / 2).clamp(max=1)
-    return torch.log(cdf.view(len(u), -1, 8, u.shape[1]).prod(2)).sum(1)
-
-
-def _logsumexp(terms: Tensor) -> Tensor:
-    """Over the last axis, with -inf and a zero gradient where every term is -inf."""
-    empty = (terms == -math.inf).all(-1)
-    return torch.logsumexp(terms.masked_fill(empty[..., None], 0.0), dim=-1).masked_fill(empty, -math.inf)
-
-
-def _cuts(near: Tensor) -> Tensor:
-    """Gaps at which −log G has grown by even steps of its square root, up to 80, and a few evenly spaced to the end."""
-    rank = torch.arange(1, near.shape[1] + 1, dtype=near.dtype, device=near.device)
-    # To first order −log G(1 − d) is Σ (d − d_j)/2 over the classes above d: a broken line, and easily inverted.
-    lost = (rank * near - near.cumsum(1)) / 2
-    level = torch.linspace(0, math.sqrt(80), _NUM_CUTS, dtype=near.dtype, device=near.device).square()
-    level = level.expand(len(near), -1).contiguous()
-    above = torch.searchsorted(lost, level, right=True).clamp(1, near.shape[1]) - 1
-    cuts = near.gather(1, above) + 2 * (level - lost.gather(1, above)) / rank[above]
-    evenly = torch.linspace(0, 1, _NUM_CUTS // 4, dtype=near.dtype, device=near.device) * near[:, -1:]
-    return torch.cat([cuts.clamp(max=2), evenly], dim=1)
-
-
-def _hermite(at: Tensor, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
-    """The cubic through values and slopes (n, cuts) at rising `x`; -inf where the right value is."""
-    right = torch.searchsorted(x, at.detach().contiguous()).clamp(1, x.shape[1] - 1)
-    x0, x1 = x.gather(1, right - 1), x.gather(1, right)
-    y0, y1 = y.gather(1, right - 1), y.gather(1, right)
-    m0, m1 = slope.gather(1, right - 1), slope.gather(1, right)
-    width = x1 - x0
-    t = torch.where(width > 0, (at - x0) / torch.where(width > 0, width, 1), 0)
-    finite = torch.isfinite(y1)
-    y1, m1 = torch.where(finite, y1, y0), torch.where(finite, m1, 0)
-    bend0, bend1 = width * m0 - (y1 - y0), (y1 - y0) - width * m1
-    value = y0 + t * (y1 - y0) + t * (1 - t) * ((1 - t) * bend0 + t * bend1)
-    # At a point that is there twice the curve has no width, but a slope.
-    value = torch.where(width > 0, value, y0 + (at - x0) * torch.where(finite, m0, 0))
-    # The curve falls; the cubic must not overshoot where it falls by many orders of magnitude between two cuts.
-    # (Not by torch.minimum, which halves the gradient at the cuts themselves.)
-    value = torch.where(value > y0, y0, torch.where(value < y1, y1, value))
-    return torch.where(finite | (t == 0), value, -math.inf).masked_fill(at >= 2, -math.inf)
+    cdf = ((v[:, None, :] + near[..., None]) / 2).clamp(max=1)
+    return torch.log(cdf.view(len(v), -1, 8, v.shape[1]).prod(2)).sum(1)

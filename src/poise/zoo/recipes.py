@@ -58,7 +58,7 @@ PAPER = Recipe()
 SHORT = Recipe(
     epochs=60, batch_size=256, peak_rate=0.2, drops=(), warmup=5, nesterov=True, weight_decay=5e-4, reduction="mean"
 )
-"""For a GPU and an hour: large batches and a mean loss, under one cosine. Another recipe, and another network."""
+"""For a GPU and some minutes: large batches and a mean loss, under one cosine. Another recipe, and another network."""
 
 RECIPES = {"paper": PAPER, "short": SHORT}
 

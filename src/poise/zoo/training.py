@@ -137,23 +137,30 @@ class _Work:
         """Every image once, in the order and with the crops of this epoch."""
         self.net.train()
         labels = self.images.labels.to(self.device)
-        total, num_right, rate = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0.0
+        total, num_right, num_clipped = (torch.zeros((), device=self.device) for _ in range(3))
+        rate = 0.0
         with torch.random.fork_rng(_gpus(self.device)), torch.backends.cudnn.flags(enabled=True, benchmark=True):
             torch.manual_seed(_seed_of(self.seed, number))
             # Shuffled on the CPU, so that every device sees the same order.
             batches = torch.split(torch.randperm(len(self.images)), self.recipe.batch_size)
             for index, rows in enumerate(batches):
                 rate = self.recipe.rate(number + index / len(batches))
-                loss, right = self._step(rows.to(self.device), labels, rate)
+                loss, right, clipped = self._step(rows.to(self.device), labels, rate)
                 total += loss * (1 if self.objective.options["reduction"] == "sum" else len(rows))
                 num_right += right
+                num_clipped += clipped
                 if self.progress is not None:
                     self.progress(number + (index + 1) / len(batches), None)
         num = len(self.images)
-        return {"rate": rate, "train_loss": float(total) / num, "train_accuracy": float(num_right) / num}
+        return {
+            "rate": rate,
+            "train_loss": float(total) / num,
+            "train_accuracy": float(num_right) / num,
+            "clipped": float(num_clipped) / len(batches),
+        }
 
-    def _step(self, rows: Tensor, labels: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-        """One step of SGD; its loss, and how many were right before it."""
+    def _step(self, rows: Tensor, labels: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+        """One step of SGD; its loss, how many were right before it, and whether its gradient was clipped."""
         self.optimizer.zero_grad(set_to_none=True)
         pixels = crop_and_flip(self.images.batch(rows).to(self.device))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
@@ -162,11 +169,11 @@ class _Work:
             logits = forward(self.normalization(pixels))
         loss = self.objective(logits.float(), labels[rows])
         loss.backward()
-        nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip)
+        norm = nn.utils.clip_grad_norm_(self.net.parameters(), self.recipe.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        return loss.detach(), (logits.argmax(1) == labels[rows]).sum()
+        return loss.detach(), (logits.argmax(1) == labels[rows]).sum(), norm > self.recipe.clip
 
 
 def _description(

@@ -70,8 +70,8 @@ def read_cifar(path: Path, form: Form) -> tuple[Pixels, Pixels]:
     """Training and test images, in the official order; `path` is the archive, the folder in it, or what holds them.
 
     CIFAR-10 may also be a folder of mosaics: ``train_00.webp``, ``test_00.webp`` and so on (any format that pillow
-    reads without loss), each a square of whole images in rows, with their labels in ``labels.npz`` under ``train``
-    and ``test``.
+    reads without loss, or ``.npy`` of bytes (h, w, 3), for machines without pillow), each whole images in rows, with
+    their labels in ``labels.npz`` under ``train`` and ``test``.
     """
     if path.is_file():
         return _from_archive(path, form)
@@ -146,7 +146,7 @@ def _tiles(files: Sequence[Path], folder: Path) -> Tensor:
         raise FileNotFoundError(f"{folder} has labels.npz but no mosaics train_00.webp, test_00.webp and so on.")
     parts = []
     for file in files:
-        image = read_image(file)
+        image = _read_array(file) if file.suffix == ".npy" else read_image(file)
         if image.shape[1] % SIDE or image.shape[2] % SIDE:
             raise ValueError(
                 f"the mosaic {file} has {image.shape[2]} x {image.shape[1]} pixels, but holds images of {SIDE} x "
@@ -155,3 +155,13 @@ def _tiles(files: Sequence[Path], folder: Path) -> Tensor:
         tiles = image.unfold(1, SIDE, SIDE).unfold(2, SIDE, SIDE)
         parts.append(tiles.permute(1, 2, 0, 3, 4).reshape(-1, 3, SIDE, SIDE))
     return torch.cat(parts)
+
+
+def _read_array(file: Path) -> Tensor:
+    with reading(file, "an array", "make it again"):
+        pixels = np.load(file, allow_pickle=False)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(
+            f"{file} must hold bytes (h, w, 3), but holds {pixels.dtype} of shape {pixels.shape}; make it again."
+        )
+    return torch.from_numpy(pixels).permute(2, 0, 1)
