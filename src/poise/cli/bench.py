@@ -37,8 +37,8 @@ def bench(
     screen.head(f"{num_rows:,} x {classes:,} float32 logits on {found.device}, torch {found.torch}")
     screen.say(
         f"softmax takes {1000 * found.softmax_seconds:.3g} ms; the published loop of 1000 draws "
-        f"{found.loop_seconds:.3g} s (20 draws were timed, times 50). All else is a ratio to one of them: medians of what "
-        "was timed in turn in one run."
+        f"{found.loop_seconds:.3g} s (20 draws were timed, times 50). All else is a ratio to one of them: medians of "
+        "what was timed in turn in one run."
     )
     columns = {
         "": "left",
