@@ -1,9 +1,10 @@
 """Consistency where a network's answers are known already, on real networks: error bars and cost.
 
 Run it as ``python benchmarks/anywhere.py DATA [PART ...]``. DATA holds `models`, `cifar10` and `logits`; the parts are
-`features` (a linear head of 1000 classes, in logit and in feature space), `augmented` (real augmentations) and `local`
-(sure answers, wrong ones and right ones apart, on --images of the CIFAR-10 test images). But for `augmented`, half of
-the rows choose a strength and the other half is scored. Every level of one network is in `levels.py`.
+`upper` (the logits, features and third layer of a ResNet-56, by the calibrator's own search), `features` (a linear head
+of 1000 classes, in logit and in feature space), `augmented` (real augmentations) and `local` (sure answers, wrong ones
+and right ones apart); `upper` and `local` take --images of the CIFAR-10 test images. But for `augmented`, half of the
+rows choose a strength and the other half is scored. Every level of that network on a GPU is in `levels.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,34 @@ from poise.noise import Gaussian
 from poise.readout import vote
 from poise.sampling import estimate_each
 
+LAYER_STRENGTHS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0)
+"""In standard deviations of the activations above layer3, which are averaged over 64 places before they count."""
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def upper_part(data: Path, report: Report, arguments: argparse.Namespace) -> None:
+    """What `SampledConsistency` finds: a few strengths at the layer, the whole search elsewhere."""
+    images, labels = cifar10(data / "cifar10", arguments.images)
+    model = resnet56(data, arguments.device)
+    logits = passed(model, images, arguments.device)
+    fit, score = slice(None, None, 2), slice(1, None, 2)
+    report.head(f"{len(labels)} of the CIFAR-10 test images, half of them scored")
+    for draws in (32, 100):
+        for name, module, strengths in (
+            ("logits", None, None),
+            ("features", "pool", None),
+            ("layer 3", "layer3", LAYER_STRENGTHS),
+        ):
+            inputs, head = logits, None
+            if module is not None:
+                body, head = poise.split(model, f"net.{module}")
+                inputs = passed(body, images, arguments.device)
+            given = None if strengths is None else [float(inputs.std()) * one for one in strengths]
+            calibrator = poise.SampledConsistency(
+                Additive(Gaussian()), head, num_samples=draws, strengths=given, progress=True
+            )
+            probs = calibrator.fit(inputs[fit], labels[fit]).predict_proba(inputs[score])
+            report.row(f"{name}, T = {draws}", probs, labels[score], calibrator.strength_)
 
 
 def features_part(data: Path, report: Report, arguments: argparse.Namespace) -> None:
@@ -155,6 +183,7 @@ def local_part(data: Path, report: Report, arguments: argparse.Namespace) -> Non
 
 
 PARTS = {
+    "upper": upper_part,
     "features": features_part,
     "augmented": augmented_part,
     "local": local_part,
@@ -165,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("data", type=Path, metavar="DATA")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
-    parser.add_argument("--images", type=int, default=10_000, help="CIFAR-10 test images of `local`")
+    parser.add_argument("--images", type=int, default=10_000, help="CIFAR-10 test images of `upper` and `local`")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")

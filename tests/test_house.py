@@ -23,12 +23,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 PYTHON = sorted(path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 FLOORS = [
-    {"_types", "_arrays", "_check"},
+    {"_types", "_arrays", "_check", "kernels"},
     {"noise", "readout", "neighbors", "progress"},
     {"link", "sampling", "search"},
     {"calibrators"},
     {"io", "compare", "model", "local"},
-    {"plots", "report"},
+    {"plots", "report", "bench"},
     {"cli"},
 ]
 """Rooms of the package from the ground up: a room imports its own floor, without cycles, and those below."""
@@ -48,6 +48,7 @@ ROOT_PACKAGE = "poise"
 OWNERS = {
     "matplotlib": {"plots"},
     "plotly": {"report"},
+    "triton": {"kernels", "link"},
     "typer": {"cli"},
     "rich": {"cli"},
     "kornia": {"neighbors"},

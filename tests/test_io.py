@@ -875,6 +875,19 @@ def test_an_interrupted_save_leaves_the_old_calibrator(tmp_path, monkeypatch, er
     assert load(path).value_ == 1
 
 
+def test_it_need_not_be_installed(tmp_path):
+    """A folder on the path will do: nothing but the file's note of the version asks for more."""
+    code = (
+        "import sys, torch, poise; from importlib import metadata\n"
+        "def missing(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = missing; z = torch.randn(50, 3); c = poise.TemperatureScaling().fit(z, z.argmax(1))\n"
+        "poise.save(c, sys.argv[1]); print(poise.load(sys.argv[1]).temperature_ == c.temperature_)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "calibrator.safetensors")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == "True\n", ran.stderr
+
+
 def test_load_refuses_what_is_not_a_calibrator(tmp_path):
     save(learned(torch.ones(5)), tmp_path / "calibrator.safetensors")
     with pytest.raises(FileNotFoundError, match=r"did you mean 'calibrator.safetensors'\?$"):

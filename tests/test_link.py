@@ -178,6 +178,15 @@ def test_no_two_classes_are_reversed(noise, dtype):
         assert_ordered(noise, logits)
 
 
+@pytest.mark.parametrize("noise", ANALYTIC, ids=str)
+@by_dtype
+def test_no_two_of_many_classes_are_reversed_however_faint(noise, dtype):
+    """Also where probabilities underflow before the tables end."""
+    for spread in (0.3, 1.0, 2.0, 3.0, 4.0, 6.0, 10.0, 30.0):
+        logits = scores(200, 100, seed=3, spread=spread, dtype=dtype)
+        assert_rows_ordered(Link(noise).log_prob(logits), logits)
+
+
 LOGIT = st.one_of(
     st.floats(-50, 50), st.floats(-1e5, 1e5), st.integers(-3, 3).map(float), st.sampled_from([0.0, -0.0, 2.0, -2.0])
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,15 +81,19 @@ def run(
         progress(f"{noise}: predicting")
         calibrator = ConsistencyCalibration(noise).fit(logits, labels)
         link, strength = Link(noise), calibrator.strength_
-        predicting = {
-            "softmax": lambda: torch.softmax(logits, dim=1),
-            "predict": lambda c=calibrator: c.predict_proba(logits),
-            "link": lambda one=link, s=strength: one.prob(logits, s),
-            "needed": lambda one=link, s=strength: one.prob_of(logits, labels, s),
+        softmax = functools.partial(torch.softmax, logits, dim=1)
+        predicting: dict[str, Callable[[], object]] = {
+            "softmax": softmax,
+            "predict": functools.partial(calibrator.predict_proba, logits),
+            "link": functools.partial(link.prob, logits, strength),
+            "needed": functools.partial(link.prob_of, logits, labels, strength),
         }
         times = medians(predicting, device, _ROUNDS)
         progress(f"{noise}: fitting")
-        fitting = {"softmax": predicting["softmax"], "fit": lambda c=calibrator: c.fit(logits, labels)}
+        fitting: dict[str, Callable[[], object]] = {
+            "softmax": softmax,
+            "fit": functools.partial(calibrator.fit, logits, labels),
+        }
         fits = medians(fitting, device, _ROUNDS_OF_FITS)
         softmaxes.append(times["softmax"])
         costs.append(
@@ -104,8 +109,8 @@ def run(
             )
         )
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-    threads, softmax = torch.get_num_threads(), statistics.median(softmaxes)
-    return Bench(name, threads, torch.__version__, rows, classes, softmax, loop, tuple(costs))
+    threads, seconds = torch.get_num_threads(), statistics.median(softmaxes)
+    return Bench(name, threads, torch.__version__, rows, classes, seconds, loop, tuple(costs))
 
 
 def network_like(rows: int, classes: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -127,7 +132,7 @@ def published_loop(logits: Tensor, draws: int, strength: float = 2.0) -> Tensor:
     return votes / draws
 
 
-def medians(functions: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
+def medians(functions: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
     """Median seconds of each, all in turn in each round, after one call that does not count."""
     for function in functions.values():
         function()

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 import poise
 from poise.cli import commands, demo
+from poise.cli.bench import bench
 from poise.cli.compare import compare, known
 from poise.cli.options import DEBUG
 from poise.cli.screen import Screen
@@ -70,6 +71,7 @@ app.command("fit", epilog="Example: poise fit val.npz -o calibrator.safetensors"
 app.command("apply", epilog="Example: poise apply calibrator.safetensors test.npz -o probs.npz")(commands.apply)
 app.command("evaluate", epilog="Example: poise evaluate probs.npz --plot reliability.png")(commands.evaluate)
 app.command("compare", epilog=f"{known()}\n\nExample: poise compare --val val.npz --test test.npz")(compare)
+app.command("bench", epilog="Example: poise bench --json bench.json")(bench)
 app.command("train", epilog="Example: poise train --data cifar10 --loss flsd53 -o run --recipe short")(train)
 app.command("extract", epilog="Example: poise extract run -o scores")(extract)
 

@@ -56,11 +56,19 @@ def save(calibrator: Any, path: FilePath) -> None:
         raise TypeError(f"save takes a calibrator of poise, but a {name} came; pass the fitted calibrator itself.")
     check_is_fitted(calibrator, msg="%(name)s has learned nothing that could be saved; call fit(logits, labels) first.")
     writer = _Writer(calibrator)
-    content = {"format": FORMAT, "version": metadata.version("poise"), "calibrator": writer.calibrator(calibrator, "")}
+    content = {"format": FORMAT, "version": _version(), "calibrator": writer.calibrator(calibrator, "")}
     # One key, for safetensors writes several in an order that changes from run to run.
     header = {"poise": json.dumps(content, allow_nan=False)}
     with atomic(file) as temporary:
         save_file(writer.tensors, temporary, metadata=header)
+
+
+def _version() -> str:
+    """Of poise, which may also be used from a folder, without having been installed."""
+    try:
+        return metadata.version("poise")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def load(path: FilePath) -> Any:
@@ -92,20 +100,20 @@ def load(path: FilePath) -> Any:
         version, written_in = str(told["version"]), int(told["format"])
     if written_in > FORMAT:
         raise ValueError(
-            f"{file} was written by poise {version} in format {written_in}, but poise {metadata.version('poise')} "
+            f"{file} was written by poise {version} in format {written_in}, but poise {_version()} "
             f"reads formats up to {FORMAT}; pip install --upgrade poise."
         )
     try:
         return _Reader(tensors).value(told["calibrator"])
     except _Unknown as error:
         raise ValueError(
-            f"{file} holds {error.what}, which poise {metadata.version('poise')} does not know (the file was written "
+            f"{file} holds {error.what}, which poise {_version()} does not know (the file was written "
             f"by {version}); upgrade poise, or import the module that defines it{error.hint or '.'}"
         ) from None
     except Exception as error:
         raise ValueError(
             f"{file} holds a calibrator that cannot be rebuilt ({error}); it is damaged or of another version of poise "
-            f"({version}, this is {metadata.version('poise')}): write it again with poise.save."
+            f"({version}, this is {_version()}): write it again with poise.save."
         ) from error
 
 

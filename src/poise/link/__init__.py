@@ -60,15 +60,19 @@ class Link:
         one part in a thousand down to 1e-12, below which it keeps its order. All else is as exact as `log_prob`.
         """
         noise, unit = _simplest(self.noise)
-        if isinstance(noise, Gumbel):
-            probs = torch.softmax(logits * (unit / strength), dim=1)
-            return probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
         fast = _quick_form(noise, logits)
+        if fast is None and isinstance(noise, Uniform) and _can_compile(noise, logits):
+            fast = _compiled(noise)
         if fast is not None:
             quick: Probs = fast.prob(logits, noise, strength / unit, lapse)
-            return quick
-        probs = torch.exp(self.log_prob(logits / strength))
-        return probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
+            return quick.to(logits.dtype)
+        scores = _floating(logits)
+        if isinstance(noise, Gumbel):
+            probs = torch.softmax(scores * (unit / strength), dim=1)
+        else:
+            probs = torch.exp(self.log_prob(scores / strength))
+        mixed = probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
+        return mixed.to(logits.dtype)
 
     def prob_of(self, logits: Logits, labels: Labels, strength: float = 1.0) -> Tensor:
         """p of one class per row, (n,): all that a fit needs. Not differentiable; as exact as `prob`."""
@@ -78,7 +82,7 @@ class Link:
         if fast is not None:
             quick: Tensor = fast.prob_of(scores, noise, labels, strength / unit)[0]
             return quick
-        return torch.exp(self.log_prob_of(scores / strength, labels))
+        return torch.exp(self.log_prob_of(_floating(scores) / strength, labels))
 
     def prepared(self, logits: Logits) -> Logits:
         """The logits as `prob_of` computes best with them at many strengths: doubled, unless a series serves them."""

@@ -34,6 +34,9 @@ equal, and those that differ by more are too far apart for the last digits of a 
 _FAR_NUMBERS = 2**20
 """Gaps beyond the tables that are worked on together."""
 
+_FAINT = -650.0
+"""log p that is near its smallest, log of the smallest normal number."""
+
 _MANTISSA, _EXPONENT_OF_ONE = 52, 1023
 _TINY = float(np.finfo(np.float64).tiny)
 
@@ -139,7 +142,7 @@ def _of_label(
     gaps = _gaps(scores.detach().gather(1, labels[:, None]), scores.detach().amax(1, keepdim=True))[:, 0]
     far = gaps > table.widest
     if far.any():
-        log_prob[far] += smooth.tail_beyond(gaps[far], noise, table.widest)
+        log_prob[far] += torch.from_numpy(_tail(gaps[far].numpy(), noise, table.widest))
     return log_prob.to(scores.dtype), torch.from_numpy(pull)
 
 
@@ -185,6 +188,7 @@ def _log_prob(
                     curve[edge, 0] = math.log(p + _TINY)
                     curve[edge, 1] = slope / (p + _TINY)
                 known = cell + 1
+                _flatten(curve, cell, edges)
                 _hermite(curve, cell, edges, cubic)
         for j in range(len(places)):
             # Nothing is surer than sure, not even by the last digit of a table.
@@ -326,6 +330,16 @@ def _hermite(curve: Array, cell: int, edges: Array, cubic: Array) -> None:
     cubic[cell, 1] = left
     cubic[cell, 2] = 3 * rise - 2 * left - right
     cubic[cell, 3] = left + right - 2 * rise
+
+
+@compiled
+def _flatten(curve: Array, cell: int, edges: Array) -> None:
+    """Slopes with which the cubic falls as the curve does: where p underflows it bends too sharply for its own."""
+    if curve[cell + 1, 0] > _FAINT:
+        return
+    steepest = 3 * min(curve[cell + 1, 0] - curve[cell, 0], 0.0) / (edges[cell + 1] - edges[cell])
+    for edge in range(cell, cell + 2):
+        curve[edge, 1] = max(curve[edge, 1], steepest)
 
 
 @compiled

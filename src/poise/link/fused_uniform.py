@@ -40,6 +40,15 @@ def log_prob(scores: Tensor, noise: Noise) -> Tensor:
     return torch.from_numpy(out)
 
 
+def prob(scores: Tensor, noise: Noise, strength: float = 1.0, lapse: float = 0.0) -> Tensor:
+    """(1 − l) p + l/k at s = z/ε, (n, k)."""
+    scores = scores.detach()
+    z = np.ascontiguousarray((scores if scores.dtype == torch.float64 else scores.float()).numpy())
+    out = np.empty_like(z)
+    in_threads(lambda start, stop: _prob(start, stop, z, out, 1 / strength, lapse, *_rules()), z.shape)
+    return torch.from_numpy(out)
+
+
 def log_prob_of(scores: Tensor, noise: Noise, labels: Tensor) -> Tensor:
     """log p of one class per row, (n,)."""
     return _one_class(scores, labels, with_slope=False)[0]
@@ -67,13 +76,28 @@ def _rules() -> tuple[Array, Array]:
 
 
 @compiled
+def _prob(
+    start: int, stop: int, scores: Array, out: Array, per_unit: float, lapse: float, nodes: Array, weights: Array
+) -> None:
+    num_classes = scores.shape[1]
+    gaps, classes, curve = np.empty(num_classes), np.empty(num_classes, np.int64), np.empty(num_classes)
+    no_slope, floor = np.empty(0), lapse / num_classes
+    for i in range(start, stop):
+        out[i] = floor
+        within = _nearest(scores[i], per_unit, gaps, classes)
+        _integrate(gaps[:within], curve[:within], 0, no_slope, nodes, weights)
+        for rank in range(within):
+            out[i, classes[rank]] = (1 - lapse) * min(curve[rank], 1.0) + floor
+
+
+@compiled
 def _log_prob(start: int, stop: int, scores: Array, out: Array, nodes: Array, weights: Array) -> None:
     num_classes = scores.shape[1]
     gaps, classes, curve = np.empty(num_classes), np.empty(num_classes, np.int64), np.empty(num_classes)
     no_slope = np.empty(0)
     for i in range(start, stop):
         out[i] = -math.inf
-        within = _nearest(scores[i], gaps, classes)
+        within = _nearest(scores[i], 1.0, gaps, classes)
         _integrate(gaps[:within], curve[:within], 0, no_slope, nodes, weights)
         for rank in range(within):
             out[i, classes[rank]] = min(math.log(max(curve[rank], _TINY)), 0.0)
@@ -89,7 +113,7 @@ def _log_prob_of(
     steepness = np.empty(slope.shape[1])
     for i in range(start, stop):
         out[i] = -math.inf
-        within = _nearest(scores[i], gaps, classes)
+        within = _nearest(scores[i], 1.0, gaps, classes)
         for rank in range(within):
             if classes[rank] != labels[i]:
                 continue
@@ -105,14 +129,14 @@ def _log_prob_of(
 
 
 @compiled
-def _nearest(scores: Array, gaps: Array, classes: Array) -> int:
+def _nearest(scores: Array, per_unit: float, gaps: Array, classes: Array) -> int:
     """Gaps below 2 in rising order and whose they are; returns how many."""
     top = scores[0]
     for j in range(1, len(scores)):
         top = max(top, scores[j])
     within = 0
     for j in range(len(scores)):
-        gap = np.float64(top) - scores[j]
+        gap = (np.float64(top) - scores[j]) * per_unit
         if gap < 2:
             gaps[within] = gap
             classes[within] = j

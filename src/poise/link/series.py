@@ -6,10 +6,10 @@ With the gaps d_j = max s − s_j and u measured from the top logit,
     log C(d) − log C(0)           ≈ (x + 1) Σ_r c_r Q_r(x),    C(d) = ∫ (f/F)(u + d) G(u) du    curve of the row
     p_k = C(d_k) / Σ_j C(d_j)
 
-where y = c/(c + d) falls with the gap, x runs with it from −1 to 1, and Q_{8b+a} = T_{8b} T_a are products of Chebyshev's
-polynomials. A class then costs one multiplication and addition per moment and one per coefficient; the nodes u, the
-coefficients A and what makes a curve's series of its values depend on the noise alone, and only rows meet them, not
-classes. In single precision p is good to 2e-6, and to one part in a thousand down to 1e-12.
+where y = c/(c + d) falls with the gap, x runs with it from −1 to 1, and Q_{8b+a} = T_{8b} T_a are products of
+Chebyshev's polynomials. A class then costs one multiplication and addition per moment and one per coefficient; the
+nodes u, the coefficients A and what makes a curve's series of its values depend on the noise alone, and only rows meet
+them, not classes. In single precision p is good to 2e-6, and to one part in a thousand down to 1e-12.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import functools
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 

@@ -56,7 +56,7 @@ class Tables(NamedTuple):
 def tables(noise: Noise) -> Tables:
     own = series(noise)
     # Products of what is left stay normal numbers; denormal ones would take a hundred times as long.
-    hazard = torch.where(own.hazard < _NEXT_TO_NOTHING, 0, own.hazard).transpose(1, 2)
+    hazard = own.hazard.masked_fill(own.hazard < 1e-37, 0).transpose(1, 2)
     arrays = (own.to_log_largest, hazard[:, -1], hazard[:, :-1], own.to_curve.T, own.ends)
     return Tables(
         _f(own.reach),
@@ -116,7 +116,7 @@ def _prob(
         row = out[i]
         _log_shares(gaps, power, row, curve, reach, bend, ends[scale])
         _exp(row, power, power.view(np.int32))
-        total = 0.0
+        total = np.float64(0)
         for j in range(num_classes):
             share = row[j] * power[j]
             share = min(share, _JUST_BELOW) if gaps[j] > _ZERO else _ONE
@@ -233,7 +233,7 @@ def _curve(
     at_ends: Array,
     at_points: Array,
     to_curve: Array,
-) -> tuple[int, float]:
+) -> tuple[int, np.float32]:
     """The curve's coefficients; returns its scale, and C(0)."""
     largest, power, shares = nodes[0], nodes[1], nodes[2, : to_curve.shape[1]]
     for u in range(len(largest)):

@@ -1,22 +1,15 @@
-"""The exact vote for U(-1, 1) as a Triton kernel: one warp per row, and only the classes within reach.
-
-    p_k = ½ ∫_0^{2 − d_k} Π_{j≠k} min(1, (v + d_j)/2) dv
-
-Between two neighboring ends 2 − d_j the integrand is a polynomial of as many factors as there are classes within reach:
-8 Gauss–Legendre nodes are exact for 16 of them, 32 for 64. Rows with more are left to the readable form of ``uniform``.
-"""
+"""The exact vote for U(-1, 1) on a GPU: its kernel for rows with up to 64 classes within reach, the CPU for others."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from poise._types import Labels, Logits, Probs
 from poise import link
+from poise._types import Labels, Logits, Probs
+from poise.kernels import uniform as kernels
 from poise.link.quadrature import gauss_legendre
 from poise.noise import Noise, Uniform
 
@@ -54,11 +47,11 @@ def _run(scores: Logits, out: Tensor, labels: Labels | None, strength: float, la
     """Starts the kernel; returns the rows that it left alone."""
     num_rows, num_classes = scores.shape
     rule = _rule(scores.device)
-    most = _SCRATCH_BYTES // (4 * _MOST)
+    most = max(1, _SCRATCH_BYTES // (4 * _MOST))
     near = torch.empty(min(num_rows, most), _MOST, dtype=torch.int32, device=scores.device)
     within = torch.empty(num_rows, dtype=torch.int32, device=scores.device)
     for start in range(0, num_rows, most):
-        _vote[(min(most, num_rows - start),)](
+        kernels.vote[(min(most, num_rows - start),)](
             scores[start:],
             out[start:] if labels is None else out[0, start:],
             out if labels is None else out[1, start:],
@@ -78,7 +71,9 @@ def _run(scores: Logits, out: Tensor, labels: Labels | None, strength: float, la
 
 
 def _readable(scores: Logits, strength: float) -> Probs:
-    return torch.exp(link.Link(Uniform()).log_prob(scores.double() / strength))
+    """On the CPU, whose form for crowded rows is compiled."""
+    scaled = scores.cpu().double() / strength
+    return torch.exp(link.Link(Uniform()).log_prob(scaled)).to(scores.device)
 
 
 @functools.lru_cache(maxsize=8)
@@ -87,111 +82,3 @@ def _rule(device: torch.device) -> Tensor:
     """Nodes and weights on [0, 1]: first of the rule for few classes, then of that for many."""
     parts = [part for most in (_FEW, _MOST) for part in gauss_legendre(most // 2)]
     return torch.cat(parts).float().to(device)
-
-
-@triton.jit
-def _times(a, b):
-    return a * b
-
-
-@triton.jit
-def _votes(gap, exists, count, rule, NEAR: tl.constexpr):
-    """p of the classes within reach, by integrals from the top down until what is left below adds nothing."""
-    slot, place = tl.arange(0, NEAR), tl.arange(0, NEAR // 2)
-    node, weight = tl.load(rule + place), tl.load(rule + NEAR // 2 + place)
-    ends = tl.sort(gap)
-    total = tl.zeros((NEAR,), tl.float32)
-    high, left, rank = 2.0, 1.0, 1
-    while (rank <= count) & (left > 1e-25):
-        low = tl.where(rank < count, 2.0 - tl.sum(tl.where(slot == rank, ends, 0.0), axis=0), 0.0)
-        v = low + (high - low) * node
-        factor = tl.minimum((v[:, None] + gap[None, :]) * 0.5, 1.0)
-        mass = tl.reduce(factor, 1, _times) * weight * (high - low)
-        total += tl.sum(tl.where(factor < 1.0, mass[:, None] / factor, 0.0), axis=0)
-        left = tl.reduce(tl.minimum((low + gap) * 0.5, 1.0), 0, _times)
-        high = low
-        rank += 1
-    total = tl.where(exists, total, 0.0)
-    probs = total / tl.sum(total, axis=0)
-    first = tl.max(probs, axis=0)
-    # Whatever is below the top, however little, gets less.
-    return tl.where(gap > 0, tl.minimum(probs, first * (1 - 2.4e-7)), first), first
-
-
-@triton.jit
-def _finish(
-    scores,
-    out,
-    of_top,
-    labels,
-    near,
-    rule,
-    row,
-    top,
-    count,
-    num_classes,
-    per_unit,
-    lapse,
-    IS_FULL: tl.constexpr,
-    NEAR: tl.constexpr,
-):
-    slot = tl.arange(0, NEAR)
-    exists = slot < count
-    which = tl.load(near + slot, mask=exists, other=0)
-    z = tl.load(scores + which, mask=exists, other=0.0).to(tl.float32)
-    gap = tl.where(exists, (top - z) * per_unit, 2.0)
-    probs, first = _votes(gap, exists, count, rule, NEAR)
-    if IS_FULL:
-        tl.store(out + row * num_classes + which, (1 - lapse) * probs + lapse / num_classes, mask=exists)
-    else:
-        label = tl.load(labels + row)
-        tl.store(out + row, tl.sum(tl.where(exists & (which == label), probs, 0.0), axis=0))
-        tl.store(of_top + row, first)
-
-
-@triton.jit
-def _vote(
-    scores,
-    out,
-    of_top,
-    labels,
-    near,
-    within,
-    rule,
-    num_classes,
-    per_unit,
-    lapse,
-    IS_FULL: tl.constexpr,
-    FEW: tl.constexpr,
-    MOST: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, SIZE)
-    scores += row * num_classes
-    near += row * MOST
-    best = tl.full((SIZE,), float("-inf"), tl.float32)
-    for start in range(0, num_classes, SIZE):
-        z = tl.load(scores + start + lane, mask=start + lane < num_classes, other=float("-inf"))
-        best = tl.maximum(best, z.to(tl.float32))
-    top = tl.max(best, axis=0)
-
-    # Which classes are within reach, one after the other.
-    count = 0
-    for start in range(0, num_classes, SIZE):
-        inside = start + lane < num_classes
-        z = tl.load(scores + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
-        is_near = ((top - z) * per_unit < 2.0).to(tl.int32)
-        place = count + tl.cumsum(is_near, axis=0) - 1
-        tl.store(near + place, start + lane, mask=(is_near > 0) & (place < MOST))
-        count += tl.sum(is_near, axis=0)
-        if IS_FULL:
-            floor = tl.zeros((SIZE,), tl.float32) + lapse / num_classes
-            tl.store(out + row * num_classes + start + lane, floor, mask=inside)
-    tl.store(within + row, count)
-    tl.debug_barrier()
-    if count <= FEW:
-        _finish(scores, out, of_top, labels, near, rule, row, top, count, num_classes, per_unit, lapse, IS_FULL, FEW)
-    elif count <= MOST:
-        rule += FEW
-        _finish(scores, out, of_top, labels, near, rule, row, top, count, num_classes, per_unit, lapse, IS_FULL, MOST)

@@ -1,8 +1,8 @@
-"""The kernels on a GPU: their errors against float64, what their shapes cost, and how cost grows with n and K.
+"""The forms of the exact vote in single precision: their errors against float64, and on a GPU what their kernels cost.
 
-    python benchmarks/gpu.py OUT [--rows 50000] [--classes 1000]
+    python benchmarks/kernels.py OUT [errors bench shapes growth] [--device cuda]
 
-OUT/gpu.json is written anew after every part.
+OUT/kernels.json is written anew after every part. On a CPU there are only the errors; the rest is for a GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from poise import bench
-from poise.link import Link, series_gpu, uniform_gpu
+from poise.io import atomic
+from poise.link import Link
 from poise.noise import Gaussian, GeneralizedNormal, LogGamma, Noise, Uniform
 
 NOISES: tuple[Noise, ...] = (Gaussian(), GeneralizedNormal(4.0), Uniform(), LogGamma(0.25), LogGamma(4.0))
@@ -35,11 +35,11 @@ def tables(num_classes: int) -> Iterator[tuple[str, Tensor]]:
     yield "network", bench.network_like(100, num_classes)[0]
     if num_classes > 2:
         crowd = 0.1 * normal - 2 - 4 * torch.rand(100, 1, generator=generator)
-        crowd[:, :2] = torch.randn(200, 2, generator=generator)
+        crowd[:, :2] = torch.randn(100, 2, generator=generator)
         yield "crowd", crowd
 
 
-def errors() -> list[dict[str, Any]]:
+def errors(device: str) -> list[dict[str, Any]]:
     """The worst of every noise, type, number of classes and kind of row."""
     found = []
     for noise in NOISES:
@@ -49,11 +49,11 @@ def errors() -> list[dict[str, Any]]:
                 for dtype in (torch.float32, torch.bfloat16, torch.float16):
                     scores = logits.to(dtype)
                     exact = link.log_prob(scores.double()).exp()
-                    probs = link.prob(scores.cuda())
+                    probs = link.prob(scores.to(device))
                     labels = torch.randint(num_classes, (len(scores),), generator=torch.Generator().manual_seed(0))
-                    of = link.prob_of(scores.cuda(), labels.cuda()).cpu().double()
+                    of = link.prob_of(scores.to(device), labels.to(device)).cpu().double()
                     values = probs.cpu().double()
-                    ranked = values.gather(1, scores.double().argsort(1, stable=True))
+                    ranked = values.gather(1, scores.double().argsort(dim=1, stable=True))
                     found.append(
                         {
                             "noise": str(noise),
@@ -72,11 +72,15 @@ def errors() -> list[dict[str, Any]]:
 
 
 def milliseconds(function: Callable[[], object]) -> float:
+    import triton
+
     return float(triton.testing.do_bench(function, warmup=10, rep=60, return_mode="median"))
 
 
 def shapes(logits: Tensor, labels: Tensor) -> list[dict[str, Any]]:
     """Time of prediction and of what a fit needs, for tiles of other sizes than the usual ones."""
+    from poise.link import series_gpu, uniform_gpu
+
     found = []
 
     def timed(noise: Noise, module: Any, name: str, others: dict[str, Any]) -> None:
@@ -149,39 +153,50 @@ def growth() -> list[dict[str, Any]]:
     return found
 
 
+def worst(found: list[dict[str, Any]]) -> None:
+    """A line per noise and type: the largest of every error."""
+    for noise in map(str, NOISES):
+        for dtype in ("torch.float32", "torch.bfloat16", "torch.float16"):
+            some = [one for one in found if one["noise"] == noise and one["dtype"] == dtype]
+            keys = ("absolute", "relative", "sum", "of_label")
+            most = {key: f"{max(one[key] for one in some):.1e}" for key in keys}
+            counts = {key: sum(one[key] for one in some) for key in ("reversed", "other_class")}
+            print(noise, dtype, most | counts, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path)
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--classes", type=int, default=1000)
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    logits, labels = bench.network_like(arguments.rows, arguments.classes, "cuda")
-    parts: dict[str, Callable[[], Any]] = {
-        "bench": lambda: bench.run("cuda", arguments.rows, arguments.classes, progress=print).as_dict(),
-        "shapes": lambda: shapes(logits, labels),
-        "growth": growth,
-        "errors": errors,
-    }
-    for name, part in parts.items():
+    given = parser.parse_args()
+    parts: dict[str, Callable[[], Any]] = {"errors": lambda: errors(given.device)}
+    if given.device != "cpu":
+        logits, labels = bench.network_like(given.rows, given.classes, given.device)
+        parts |= {
+            "shapes": lambda: shapes(logits, labels),
+            "growth": growth,
+            "bench": lambda: bench.run(given.device, given.rows, given.classes, progress=print).as_dict(),
+        }
+    if unknown := set(given.parts) - set(parts):
+        parser.error(f"no part {', '.join(unknown)} on {given.device}; there are {', '.join(parts)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"device": given.device, "torch": torch.__version__}
+    for name in given.parts or parts:
         start = time.perf_counter()
         # A part that fails must not cost those after it.
         try:
-            found[name] = part()
+            found[name] = parts[name]()
         except Exception:
             found[name] = {"failed": traceback.format_exc()}
             print(found[name]["failed"], flush=True)
-        found[f"{name}_seconds"] = time.perf_counter() - start
-        print(name, f"{found[f'{name}_seconds']:.1f} s", flush=True)
-        (arguments.out / "gpu.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    worst = sorted(found["errors"], key=lambda one: -one["absolute"])[:5] if isinstance(found["errors"], list) else []
-    for one in worst:
-        print(one)
+        print(name, f"{time.perf_counter() - start:.1f} s", flush=True)
+        with atomic(given.out / "kernels.json") as temporary:
+            temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        if name == "errors" and isinstance(found[name], list):
+            worst(found[name])
 
 
 if __name__ == "__main__":
