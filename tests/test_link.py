@@ -598,3 +598,19 @@ def test_uniform_at_the_very_end_of_its_reach(k):
     s.requires_grad_()
     (grad,) = torch.autograd.grad(probs(Uniform(), s)[0, 0], s)
     assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("form", ["compiled", "readable"])
+@pytest.mark.parametrize("noise", [Gaussian(), GeneralizedNormal(4.0), GeneralizedNormal(8.0), LogGamma(4.0)], ids=str)
+def test_a_crowd_just_within_reach(noise, form, monkeypatch):
+    """A thousand classes whose tiny errors would add up, a little below two; the panels are cut three times as fine."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 0.01 * torch.randn(3, 1000, generator=generator, dtype=torch.float64)
+    scores -= torch.tensor([[3.0], [3.8], [4.5]])
+    scores[:, :2] = torch.randn(3, 2, generator=generator, dtype=torch.float64)
+    gaps = scores.amax(1, keepdim=True) - scores
+    monkeypatch.setattr(quadrature, "_PANEL_NODES", 24)
+    expected = torch.softmax(quadrature.log_prob(gaps, noise, gaps), 1)
+    if form == "readable":
+        monkeypatch.setattr(poise.link, "_has", lambda module: False)
+    torch.testing.assert_close(Link(noise).log_prob(scores).exp(), expected, atol=1e-6, rtol=0)

@@ -21,11 +21,9 @@ from poise.link import smooth
 from poise.link.compiled import Array, compiled, in_threads, summing
 from poise.noise import Noise
 
-_CELLS_PER_UNIT = 56
-"""Or 16 per width of the density's finest feature: rows of a thousand classes then sum to one within 5e-7.
-
-Half of it for the quick grade, whose errors are below 1e-4.
-"""
+_SHARP = 4.0
+"""A noise whose finest feature is so many times narrower than a Gaussian's takes more cells than ``smooth`` takes gaps:
+a thousand classes that crowd just within reach of the top then change no probability by 1e-6."""
 
 _ROUNDING = 1.5 * 2.0**12
 """Added and taken away again, this rounds a number below 2^12 to multiples of 2^-40: gaps that differ by less are
@@ -67,7 +65,7 @@ class Tables(NamedTuple):
 def tables(noise: Noise, grade: smooth.Grade = smooth.EXACT) -> Tables:
     widest = smooth.widest_gap(noise, grade.faintest)
     nodes, weights = smooth.nodes_and_weights(noise, grade.faintest, grade.node_step)
-    width = smooth.EXACT.gaps_per_unit / grade.gaps_per_unit / max(_CELLS_PER_UNIT, 16 * smooth.sharpness(noise))
+    width = 1 / (grade.gaps_per_unit * max(1.0, smooth.sharpness(noise) / _SHARP))
     bits = round(-math.log2(width))
     unit = width * 2.0**bits
     cell = np.arange(math.ceil(math.log2(1 + widest / unit) * 2**bits) + 2)

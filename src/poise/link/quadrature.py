@@ -20,7 +20,7 @@ from poise.noise import Noise
 FAINTEST = -80.0
 """Log-probability (of two classes) down to which the panels reach; beyond, the two-class tail is followed."""
 
-_PANEL_NODES = 8
+_PANEL_NODES = 12
 
 _CUT_CLASSES = 20
 """Of a symmetric noise with a kink at 0 only the top classes' kinks count: at the j-th, G is at most 2^-j."""

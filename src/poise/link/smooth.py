@@ -35,7 +35,7 @@ class Grade(NamedTuple):
     """Tabulated gaps per unit near zero, before the noise's own sharpness; their distance grows with the gap."""
 
 
-EXACT = Grade(faintest=-300.0, node_step=0.3, gaps_per_unit=48)
+EXACT = Grade(faintest=-300.0, node_step=0.25, gaps_per_unit=96)
 """Errors below 1e-7: every probability that is given out."""
 
 QUICK = Grade(faintest=-60.0, node_step=0.45, gaps_per_unit=24)
@@ -168,7 +168,7 @@ def tail_beyond(gap: Tensor, noise: Noise, widest: float) -> Tensor:
 def numbers_per_row(noise: Noise, num_classes: int) -> int:
     """Working memory: four weights and places of each class, and the row's own histogram and curve."""
     table = tables(noise)
-    return 20 * num_classes + 2 * table.num_gaps + 2 * len(table.hazard)
+    return 20 * num_classes + 4 * (table.num_gaps + len(table.hazard))
 
 
 def two_class_tail(gap: Tensor, noise: Noise) -> Tensor:
