@@ -168,7 +168,7 @@ def tail_beyond(gap: Tensor, noise: Noise, widest: float) -> Tensor:
 def numbers_per_row(noise: Noise, num_classes: int) -> int:
     """Working memory: four weights and places of each class, and the row's own histogram and curve."""
     table = tables(noise)
-    return 20 * num_classes + 4 * (table.num_gaps + len(table.hazard))
+    return 20 * num_classes + 8 * (table.num_gaps + len(table.hazard))
 
 
 def two_class_tail(gap: Tensor, noise: Noise) -> Tensor:
