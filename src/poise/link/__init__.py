@@ -70,7 +70,8 @@ class Link:
         if isinstance(noise, Gumbel):
             probs = torch.softmax(scores * (unit / strength), dim=1)
         else:
-            probs = torch.exp(self.log_prob(scores / strength))
+            # The top first: a quotient of large logits would lose the digits in which they differ.
+            probs = torch.exp(self.log_prob((scores - scores.detach().amax(1, keepdim=True)) / strength))
         mixed = probs if lapse == 0 else (1 - lapse) * probs + lapse / logits.shape[1]
         return mixed.to(logits.dtype)
 
