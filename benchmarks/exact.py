@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import poise
+from poise.bench import network_like, published_loop
 from poise.noise import Gaussian, GeneralizedNormal, LogGamma, Noise, Uniform
 
 CLASSES = (10, 100, 1000)
@@ -39,25 +40,6 @@ TIMED_DRAWS, DRAWS = 20, 1000
 ROUNDS, ROUNDS_OF_FITS = 7, 3
 LONG_ENOUGH = 0.02
 """Seconds; what takes less is repeated within a round."""
-
-
-def network_like(rows: int, num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits with one leading class per row, right about nine times in ten, and the labels."""
-    generator = torch.Generator().manual_seed(0)
-    logits = 2 * torch.randn(rows, num_classes, generator=generator)
-    labels = torch.randint(num_classes, (rows,), generator=generator)
-    lift = 4 + torch.log(torch.tensor(float(num_classes))) + 3 * torch.randn(rows, generator=generator)
-    logits[torch.arange(rows), labels] += lift
-    return logits, labels
-
-
-def published_loop(logits: torch.Tensor, strength: float, draws: int) -> torch.Tensor:
-    """The vote as published: a pass over the logits for every draw."""
-    votes = torch.zeros_like(logits)
-    rows = torch.arange(len(logits))
-    for _ in range(draws):
-        votes[rows, (logits + strength * torch.randn_like(logits)).argmax(1)] += 1
-    return votes / draws
 
 
 def seconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -90,7 +72,7 @@ def measure(rows: int, num_classes: int) -> dict[str, Any]:
     fitted = {name: calibrator.fit(logits, labels) for name, calibrator in calibrators().items()}
     predicting: dict[str, Callable[[], object]] = {
         "softmax": lambda: torch.softmax(logits, dim=1),
-        "loop": lambda: published_loop(logits, 2.0, TIMED_DRAWS),
+        "loop": lambda: published_loop(logits, TIMED_DRAWS),
     }
     fitting: dict[str, Callable[[], object]] = {}
     for name, calibrator in fitted.items():
@@ -100,7 +82,7 @@ def measure(rows: int, num_classes: int) -> dict[str, Any]:
     loop = predict["loop"] * DRAWS / TIMED_DRAWS
     result: dict[str, Any] = {"classes": num_classes, "rows": rows, "softmax_seconds": predict["softmax"]}
     if num_classes == 10:
-        both = {"scaled": predicting["loop"], "in full": lambda: published_loop(logits, 2.0, DRAWS)}
+        both = {"scaled": predicting["loop"], "in full": lambda: published_loop(logits, DRAWS)}
         checked = seconds(both, ROUNDS)
         result["loop_in_full_by_loop_scaled"] = checked["in full"] / (checked["scaled"] * DRAWS / TIMED_DRAWS)
     result["loop_peak_megabytes"] = peak_memory(rows, num_classes, "loop")
@@ -136,7 +118,7 @@ def peak_memory(rows: int, num_classes: int, name: str) -> float:
 def print_peak(rows: str, num_classes: str, name: str) -> None:
     """In a process of its own: by how much the memory in use grew, at most, during one prediction."""
     logits, labels = network_like(int(rows), int(num_classes))
-    predict: Callable[[torch.Tensor], torch.Tensor] = lambda some: published_loop(some, 2.0, TIMED_DRAWS)  # noqa: E731
+    predict: Callable[[torch.Tensor], torch.Tensor] = lambda some: published_loop(some, TIMED_DRAWS)  # noqa: E731
     if name != "loop":
         predict = calibrators()[name].fit(logits[:300], labels[:300]).predict_proba
     # What is made once, tables and machine code, is not counted.

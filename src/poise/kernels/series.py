@@ -9,6 +9,8 @@ prob_of     reads one logit per row      p of the top and of the labeled class: 
 import triton
 import triton.language as tl
 
+from poise.kernels import rows
+
 _TOP, _END, _FIRST = (tl.constexpr(column) for column in (24, 25, 26))
 """Columns behind a row's coefficients: its top logit, the gap at which its curve ends, and C(0)."""
 
@@ -38,11 +40,7 @@ def moments(
     lane = tl.arange(0, SIZE)
     scores += row * num_classes
     out += row * STRIDE
-    best = tl.full((SIZE,), float("-inf"), tl.float32)
-    for start in range(0, num_classes, SIZE):
-        z = tl.load(scores + start + lane, mask=start + lane < num_classes, other=float("-inf"))
-        best = tl.maximum(best, z.to(tl.float32))
-    top = tl.max(best, axis=0)
+    top = rows.top(scores, num_classes, SIZE)
     sums = ()
     for _ in tl.static_range(MOMENTS):
         sums = sums + (tl.zeros((SIZE,), tl.float32),)

@@ -9,6 +9,8 @@ Between two neighboring ends 2 − d_j the integrand is a polynomial of as many 
 import triton
 import triton.language as tl
 
+from poise.kernels import rows
+
 
 @triton.jit
 def _times(a, b):
@@ -91,11 +93,7 @@ def vote(
     lane = tl.arange(0, SIZE)
     scores += row * num_classes
     near += row * MOST
-    best = tl.full((SIZE,), float("-inf"), tl.float32)
-    for start in range(0, num_classes, SIZE):
-        z = tl.load(scores + start + lane, mask=start + lane < num_classes, other=float("-inf"))
-        best = tl.maximum(best, z.to(tl.float32))
-    top = tl.max(best, axis=0)
+    top = rows.top(scores, num_classes, SIZE)
 
     # Which classes are within reach, one after the other.
     count = 0
