@@ -59,8 +59,7 @@ def test_errors(noise, num_classes):
         true = exact(scores, noise)
         for form, probs in (("cpu", series_cpu.prob(scores, noise)), ("readable", series.prob(scores, noise))):
             error = (probs.double() - true).abs()
-            # The bound is that of single precision; many classes just within reach are the hardest.
-            assert error.max() < (2.5e-6 if kind == "crowd" else 2e-6), (kind, form)
+            assert error.max() < 2e-6, (kind, form)
             assert (error / true)[true > 1e-12].max() < 1e-3, (kind, form)
             assert (probs.double().sum(1) - 1).abs().max() < 1e-6, (kind, form)
 
@@ -230,4 +229,4 @@ def test_on_a_gpu():
                 some = scores.to(dtype)
                 expected = Link(noise).log_prob(some.double()).exp()
                 probs = Link(noise).prob(some.cuda()).cpu().double()
-                np.testing.assert_allclose(probs, expected, atol=2.5e-6 if dtype == torch.float32 else 4e-3)
+                np.testing.assert_allclose(probs, expected, atol=2e-6 if dtype == torch.float32 else 4e-3)

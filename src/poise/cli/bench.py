@@ -10,6 +10,7 @@ import typer
 import poise
 from poise import _check
 from poise import bench as measured
+from poise.cli.methods import noise_word
 from poise.cli.options import Debug, Json, check_outputs
 from poise.cli.screen import Screen, rows_table
 
@@ -36,22 +37,21 @@ def bench(
         found = measured.run(device, num_rows, _check.whole(classes, "--classes", least=2), progress=tell)
     screen.head(f"{num_rows:,} x {classes:,} float32 logits on {found.device}, torch {found.torch}")
     screen.say(
-        f"softmax takes {1000 * found.softmax_seconds:.3g} ms; the published loop of 1000 draws "
-        f"{found.loop_seconds:.3g} s (20 draws were timed, times 50). All else is a ratio to one of them: medians of "
-        "what was timed in turn in one run."
+        f"softmax takes {1000 * found.softmax_seconds:.3g} ms, the published loop of 1000 draws "
+        f"{found.loop_seconds:.3g} s (20 were timed, times 50). Ratios of medians, timed in turn in one run."
     )
     columns = {
         "": "left",
-        "predict_proba ÷ softmax": "right",
-        "link alone": "right",
-        "p of true classes": "right",
-        "fit ÷ softmax": "right",
-        "loop ÷ predict_proba": "right",
-        "extra MB": "right",
+        "predict": "right",
+        "link": "right",
+        "true": "right",
+        "fit": "right",
+        "loop": "right",
+        "MB": "right",
     }
     cells = [
         (
-            cost.noise,
+            noise_word(noise),
             f"{cost.predict_by_softmax:.1f}",
             f"{cost.link_by_softmax:.1f}",
             f"{cost.needed_by_softmax:.1f}",
@@ -59,11 +59,12 @@ def bench(
             f"{cost.loop_by_predict:,.0f}",
             "" if cost.extra_bytes is None else f"{cost.extra_bytes / 2**20:.1f}",
         )
-        for cost in found.noises
+        for noise, cost in zip(measured.NOISES, found.noises, strict=True)
     ]
     screen.show(rows_table(columns, cells))
     screen.say(
-        "link alone: the probabilities without judging the input. p of true classes: what a fit takes at every step. "
-        "extra MB: memory of a prediction beyond its input and output."
+        "predict: predict_proba ÷ softmax. link: the same without judging the input. true: the true classes' "
+        "probabilities alone, which a fit takes at every step, ÷ softmax. fit: the fit of this noise ÷ softmax. loop: "
+        "the published loop ÷ predict. MB: memory of a prediction beyond its input and output."
     )
     screen.write_json({"poise": poise.__version__, "command": "bench"} | found.as_dict())
