@@ -38,12 +38,12 @@ class Link:
 
     log p_k = log P(argmax_j (s_j + z_j) = k), z_j independent draws of `noise`, s = z/ε the scaled logits.
 
-    `prob` is for predictions and quick in single precision, `prob_of` for fits, and `log_prob` has every digit: absolute
-    error of p below 1e-6; log p keeps four digits down to about e^-300 (e^-80 for noises with a kink), beyond which it
-    follows the tail of two classes, finite and in order. Uniform noise gives exact zeros, log p = -inf, to classes 2 or
-    more below the top. Differentiable once; in float64 and in chunks of rows, so that memory does not grow with their
-    number. Analytic noises cost O(k) per row, the others (Laplace, generalised normals with 1 < β < 6 not even)
-    O(k · nodes), uniform O(m²) for m classes within reach.
+    `prob` is for predictions and quick in single precision, `prob_of` for fits, and `log_prob` has every digit:
+    absolute error of p below 1e-6; log p keeps four digits down to about e^-300 (e^-80 for noises with a kink),
+    beyond which it follows the tail of two classes, finite and in order. Uniform noise gives exact zeros, log p =
+    -inf, to classes 2 or more below the top. Differentiable once; in float64 and in chunks of rows, so that memory
+    does not grow with their number. Analytic noises cost O(k) per row, the others (Laplace, generalised normals with
+    1 < β < 6 not even) O(k · nodes), uniform O(m²) for m classes within reach.
 
     The forms are chosen without asking: the readable ones, in torch, for gradients, other devices and noises with a
     kink; where numba is installed, compiled ones for values on the CPU; and where Triton is, kernels for `prob` and
