@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.search import BoundWarning, margin_scale, minimize
+from poise.search import BoundWarning, margin_scale, minimize, polished
 
 
 def each(function):
@@ -200,3 +200,11 @@ def test_margin_scale_counts_a_weight_like_repetitions(counts):
     counts = torch.tensor(counts)
     repeated = logits[torch.repeat_interleave(torch.arange(9), counts)]
     assert margin_scale(logits, counts) == margin_scale(repeated)
+
+
+def test_polished_finds_the_vertex():
+    """Of what is smooth; an objective without one near stays where it was."""
+    objective = lambda some: [math.log(x / 1.7) ** 2 + 0.3 * math.log(x / 1.7) ** 3 for x in some]  # noqa: E731
+    assert polished(objective, 1.7002) == pytest.approx(1.7, rel=1e-6)
+    assert polished(lambda some: [math.log(x) for x in some], 2.0) == 2.0
+    assert polished(lambda some: [0.0 for _ in some], 2.0) == 2.0

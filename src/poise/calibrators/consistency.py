@@ -157,6 +157,11 @@ class ConsistencyCalibration(Calibrator):
             smooth=smooth,
             coarse=on(some) if smooth and weight is None else None,
         ).argument
+        if smooth and scores.device.type == "cpu" and scores.dtype != torch.float64:
+            exact = scores.double()
+            strength = search.polished(
+                lambda some: [self._value(link, exact, s, labels, weight) for s in some], strength
+            )
         lapse, nll = self._lapse_and_nll(link, scores, strength, labels, weight)
         found: dict[str, Any] = {"noise": noise, "strength": strength, "lapse": lapse, "nll": nll}
         if self.criterion != "nll":
