@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 
 import poise
-from poise.bench import network_like, published_loop
+from poise.bench import extra_of, medians, network_like, published_loop
 from poise.noise import Gaussian, GeneralizedNormal, LogGamma, Noise, Uniform
 
 CLASSES = (10, 100, 1000)
@@ -38,25 +36,6 @@ NOISES: tuple[Noise, ...] = (
 PUBLISHED_EVALUATIONS = 80
 TIMED_DRAWS, DRAWS = 20, 1000
 ROUNDS, ROUNDS_OF_FITS = 7, 3
-LONG_ENOUGH = 0.02
-"""Seconds; what takes less is repeated within a round."""
-
-
-def seconds(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median time of each, all in turn in each round, after a round that does not count."""
-    repeats = {name: max(1, round(LONG_ENOUGH / elapsed(function, 1))) for name, function in functions.items()}
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            times[name].append(elapsed(function, repeats[name]))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def elapsed(function: Callable[[], object], repeats: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        function()
-    return (time.perf_counter() - start) / repeats
 
 
 def calibrators() -> dict[str, poise.ConsistencyCalibration]:
@@ -78,12 +57,12 @@ def measure(rows: int, num_classes: int) -> dict[str, Any]:
     for name, calibrator in fitted.items():
         predicting[name] = lambda c=calibrator: c.predict_proba(logits)  # type: ignore[misc]
         fitting[name] = lambda c=calibrator: c.fit(logits, labels)  # type: ignore[misc]
-    predict, fit = seconds(predicting, ROUNDS), seconds(fitting, ROUNDS_OF_FITS)
+    predict, fit = medians(predicting, "cpu", ROUNDS), medians(fitting, "cpu", ROUNDS_OF_FITS)
     loop = predict["loop"] * DRAWS / TIMED_DRAWS
     result: dict[str, Any] = {"classes": num_classes, "rows": rows, "softmax_seconds": predict["softmax"]}
     if num_classes == 10:
         both = {"scaled": predicting["loop"], "in full": lambda: published_loop(logits, DRAWS)}
-        checked = seconds(both, ROUNDS)
+        checked = medians(both, "cpu", ROUNDS)
         result["loop_in_full_by_loop_scaled"] = checked["in full"] / (checked["scaled"] * DRAWS / TIMED_DRAWS)
     result["loop_peak_megabytes"] = peak_memory(rows, num_classes, "loop")
     result["calibrators"] = {
@@ -123,17 +102,7 @@ def print_peak(rows: str, num_classes: str, name: str) -> None:
         predict = calibrators()[name].fit(logits[:300], labels[:300]).predict_proba
     # What is made once, tables and machine code, is not counted.
     predict(logits[:1])
-    # Linux forgets the peak so far, which that of the imports would hide behind.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = in_use("VmRSS")
-    output = predict(logits)
-    print(max(0.0, in_use("VmHWM") - before - output.numel() * output.element_size() / 2**20))
-
-
-def in_use(which: str) -> float:
-    """Megabytes of this process: VmRSS now, VmHWM at the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(which)).split()[1]) / 1024
+    print(extra_of(lambda: predict(logits)) / 2**20)
 
 
 def main() -> None:

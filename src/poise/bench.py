@@ -184,11 +184,16 @@ def print_extra(noise: Noise, shape: tuple[int, int]) -> None:
     calibrator = ConsistencyCalibration(noise).fit(logits[:300], labels[:300])
     # What is made once, tables and machine code, is not counted.
     calibrator.predict_proba(logits[:100])
+    print(extra_of(lambda: calibrator.predict_proba(logits)))
+
+
+def extra_of(function: Callable[[], Tensor]) -> int:
+    """Bytes by which this process grows, at most, while the function runs, less its result's own; on Linux."""
     # Linux forgets the peak so far, which that of the imports would hide behind.
     Path("/proc/self/clear_refs").write_text("5")
     before = _in_use("VmRSS")
-    output = calibrator.predict_proba(logits)
-    print(max(0, _in_use("VmHWM") - before - output.nbytes))
+    output = function()
+    return max(0, _in_use("VmHWM") - before - output.nbytes)
 
 
 def _in_use(which: str) -> int:
