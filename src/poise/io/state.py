@@ -83,7 +83,9 @@ def load(path: FilePath) -> Any:
             f"{file} is a pickle, and opening one can run anything, so poise never does; write it with poise.save."
         )
     if not is_safetensors and beginning[:2] == b"PK":
-        raise ValueError(f"{file} was written by torch.save or np.savez and not by poise.save; use that.")
+        raise ValueError(
+            f"{file} was written by torch.save or np.savez and not by poise.save; pass one that poise fit wrote."
+        )
     remedy = "write it again with poise.save"
     with reading(file, "a safetensors file", remedy), safe_open(file, framework="pt") as content:
         header = (content.metadata() or {}).get("poise")
