@@ -37,7 +37,7 @@ _FAINTEST = -33.0
 _NODE_STEP = 0.25
 
 ENOUGH = -29.0
-"""log C(d)/C(0) at which a row's curve may end: beyond, the two-class tail is followed."""
+"""log C(d)/C(0) at which a row's curve may end: beyond, it goes on in proportion to the gap."""
 
 _SCALES = tuple(2.0 ** (-i / 4) for i in range(12))
 """How far a row's curve reaches, in units of the farthest gap: it ends sooner where many classes crowd."""
@@ -70,7 +70,7 @@ class Series(NamedTuple):
     ends: Tensor
     """(scales,): gaps at which the curves end."""
     error: float
-    """Of log G, at worst, in units of what is allowed."""
+    """Of log G and of some curves, at worst, in units of what is allowed."""
 
     @property
     def num_moments(self) -> int:
@@ -198,7 +198,5 @@ def _log_shares(gap: Tensor, largest: Tensor, own: Series) -> Tensor:
 
 def rounded(gap: Tensor) -> Tensor:
     """1 + d to 19 binary places after its first, less 1: equal gaps or clearly different ones."""
-    if gap.dtype == torch.float32:
-        return (((1 + gap).view(torch.int32) + 8) & ~15).view(torch.float32) - 1
     mantissa, exponent = torch.frexp(1 + gap)
     return torch.ldexp(torch.round(mantissa / ROUNDING) * ROUNDING, exponent) - 1

@@ -27,8 +27,6 @@ _TINY = 1e-38
 _JUST_BELOW = _f(1 - 2.4e-7)
 """What is below the top, however little, gets less."""
 
-_NEXT_TO_NOTHING = _f(1e-37)
-
 _LOG2_E = _f(math.log2(math.e))
 _E1, _E2, _E3, _E4, _E5, _E6 = (_f(math.log(2) ** n / math.factorial(n)) for n in range(1, 7))
 """2^t = Σ (t log 2)^n / n!, to the last digit of float32 for |t| ≤ 1/2."""
@@ -55,8 +53,7 @@ class Tables(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def tables(noise: Noise) -> Tables:
     own = series(noise)
-    # Products of what is left stay normal numbers; denormal ones would take a hundred times as long.
-    hazard = own.hazard.masked_fill(own.hazard < 1e-37, 0).transpose(1, 2)
+    hazard = own.hazard.transpose(1, 2)
     arrays = (own.to_log_largest, hazard[:, -1], hazard[:, :-1], own.to_curve.T, own.ends)
     return Tables(
         _f(own.reach),
@@ -244,8 +241,7 @@ def _curve(
         largest[u] = min(largest[u], _ZERO)
     _exp(largest, power, power.view(np.int32))
     for u in range(len(largest)):
-        product = largest[u] * power[u]
-        largest[u] = product if product > _NEXT_TO_NOTHING else _ZERO
+        largest[u] *= power[u]
     first = _dot(at_points[0, 0], largest)
     scale = 0
     # The shortest curve at whose end next to nothing is left.
